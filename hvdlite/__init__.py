@@ -1,0 +1,150 @@
+"""hvdlite: data-parallel training for whoever writes the training loop.
+
+    import hvdlite as hvd
+
+    hvd.init()
+    opt = hvd.DistributedOptimizer(SGD(params, lr=0.1 * hvd.size()), params)
+    for name, grad in backward(params, batch):
+        opt.grad_ready(name, grad)
+    opt.step()
+
+Importing it loads neither MPI nor any framework; `init()` loads MPI.
+"""
+
+from typing import Any
+
+from hvdlite.bucket import Bucket, Plan
+from hvdlite.collectives import Compression, allgather, allreduce, barrier, broadcast
+from hvdlite.config import Config
+from hvdlite.context import Context, current, describe, init, is_initialized, shutdown
+from hvdlite.data import average_metrics, shard
+from hvdlite.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    ConfigError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    HvdliteError,
+    MismatchError,
+    MissingGradientError,
+    NotInitializedError,
+    RankFailedError,
+    ShutDownError,
+    UnknownNameError,
+)
+from hvdlite.objects import allgather_object, broadcast_object, broadcast_parameters
+from hvdlite.optimizer import DistributedOptimizer
+from hvdlite.process_set import ProcessSet, global_process_set
+from hvdlite.queries import (
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    size,
+    stats,
+)
+from hvdlite.types import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+
+__version__ = "0.1.0"
+
+_LATER = frozenset(
+    """allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_
+    grouped_allreduce_async grouped_allreduce_async_ allgather_async grouped_allgather
+    grouped_allgather_async broadcast_ broadcast_async broadcast_async_ alltoall alltoall_async
+    reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join poll
+    synchronize broadcast_optimizer_state check_consistency start_timeline stop_timeline
+    elastic""".split()
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the contract that this version lacks say so when they are called."""
+    if name in _LATER:
+
+        def later(*args: object, **kwargs: object) -> None:
+            raise HvdliteError(
+                f"hvdlite.{name} comes with a later version; this is {__version__}"
+            )
+
+        later.__name__ = later.__qualname__ = name
+        return later
+    raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BackendUnavailableError",
+    "Bucket",
+    "CollectiveTimeoutError",
+    "Compression",
+    "Config",
+    "ConfigError",
+    "Context",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "HvdliteError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "MissingGradientError",
+    "NotInitializedError",
+    "Plan",
+    "ProcessSet",
+    "Product",
+    "RankFailedError",
+    "ReduceOp",
+    "ShutDownError",
+    "Sum",
+    "UnknownNameError",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "average_metrics",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "current",
+    "ddl_built",
+    "describe",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shard",
+    "shutdown",
+    "size",
+    "stats",
+]

@@ -1,0 +1,257 @@
+"""The one formula by which every backend reduces: what is summed in which type, scaled and rounded.
+
+Sum over the ranks in ascending order in the compute type, times one factor, rounded once.  A
+reduction is compiled to a list of NumPy calls which `run()` executes inside a single C loop: no
+byte code runs between two of them, so a signal handler that raises meets a reduction either not
+begun or finished, never half done.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import starmap
+from operator import call
+from typing import Any
+
+import numpy as np
+
+from hvdlite.types import Array, ReduceOp
+
+Step = tuple[Any, ...]  # a callable and its positional arguments
+
+_HALF_NAMES = ("float16", "bfloat16")
+_UFUNCS = {
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+_BOOL_UFUNCS = {
+    ReduceOp.SUM: np.logical_or,
+    ReduceOp.MAX: np.logical_or,
+    ReduceOp.MIN: np.logical_and,
+    ReduceOp.PRODUCT: np.logical_and,
+}
+
+
+def run(steps: Sequence[Step]) -> None:
+    """Execute compiled steps without a byte code in between; floating-point warnings are off.
+
+    An overflow of the sum is part of the result (inf), on every rank alike; a warning on the one
+    rank that happens to reduce that share would only mislead.
+    """
+    with np.errstate(all="ignore"):
+        deque(starmap(call, steps), maxlen=0)
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is a 16-bit float, which is summed in float32."""
+    return dtype.name in _HALF_NAMES
+
+
+def check_reducible(
+    op: ReduceOp, dtype: np.dtype[Any], what: str, prescale: float = 1.0, postscale: float = 1.0
+) -> None:
+    """Raise TypeError where `op` has no meaning for `dtype`.
+
+    Args:
+        op: The reduce op.
+        dtype: Type of the array's elements.
+        what: Names the call and the tensor in the message.
+        prescale: Factor applied before the reduction.
+        postscale: Factor applied after it.
+
+    Raises:
+        TypeError: Average of bool, Min or Max of complex, scaled bool, or a type without arithmetic.
+    """
+    if dtype.kind not in "biufc" and not is_half(dtype):
+        raise TypeError(f"{what}: arrays of dtype {dtype} cannot be reduced; use numbers or bool")
+    if dtype.kind == "b":
+        if op is ReduceOp.AVERAGE:
+            raise TypeError(f"{what}: Average of bool has no meaning; use Sum (any) or Min (all)")
+        if (prescale, postscale) != (1.0, 1.0):
+            raise TypeError(f"{what}: bool arrays cannot be scaled by {prescale} and {postscale}")
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise TypeError(f"{what}: complex numbers have no order, so no {op.name.title()}")
+
+
+class Reduction:
+    """One op on one dtype over a fixed number of ranks, ready to be compiled for any blocks.
+
+    Args:
+        op: The reduce op; AVERAGE divides by the number of ranks (or by the sum of weights).
+        dtype: Element type of the operands and of the result.
+        num_ranks: How many operands there will be.
+        prescale: Multiplies every operand before the reduction.
+        postscale: Multiplies the result.
+    """
+
+    def __init__(
+        self,
+        op: ReduceOp,
+        dtype: np.dtype[Any],
+        num_ranks: int,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        self.op, self.dtype, self.num_ranks = op, dtype, num_ranks
+        self.prescale, self.postscale = prescale, postscale
+        self.is_linear = op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+        self.compute = np.dtype(np.float32) if is_half(dtype) else dtype
+        self._ufunc = (_BOOL_UFUNCS if dtype.kind == "b" else _UFUNCS)[op]
+        self._scratch: dict[int, list[Array]] = {}
+
+    def steps(
+        self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float] | None = None
+    ) -> list[Step]:
+        """Compile the reduction of `blocks` into every array of `outs`.
+
+        Args:
+            blocks: One operand a rank, in ascending rank order; 1-D, equal length.
+            outs: Where the result goes: all of it into each.  `outs[0]` may be `blocks[0]` and so
+                on (in place); otherwise the blocks are left as they are.
+            weights: One weight a rank, for AVERAGE only: sum w g / sum w.  None: all equal.
+
+        Returns:
+            Calls for `run()`.
+        """
+        if self.dtype.kind in "iu":
+            return self._integer_steps(blocks, outs)
+        if self.dtype.kind == "b":
+            return [*self._fold(blocks, outs[0]), *_copies(outs)]
+        if weights is not None:
+            return self._weighted_steps(blocks, outs, weights)
+        factor = self.prescale * self.postscale if self.is_linear else self.postscale
+        if self.op is ReduceOp.AVERAGE:
+            factor /= self.num_ranks
+        before = None if self.is_linear or self.prescale == 1.0 else self.prescale
+        if before is not None or self.compute != self.dtype:
+            factors = None if before is None else [before] * len(blocks)
+            return self._wide_steps(blocks, outs, factors, factor)
+        steps = self._fold(blocks, outs[0])
+        if factor != 1.0:
+            steps.append((np.multiply, outs[0], self._scalar(factor), outs[0]))
+        return [*steps, *_copies(outs)]
+
+    def _weighted_steps(
+        self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float]
+    ) -> list[Step]:
+        """sum w g / sum w; an operand of weight 0 is left out, for it may hold anything (NaN)."""
+        total = sum(weights)
+        if total == 0:
+            return [(np.copyto, out, 0, "unsafe") for out in outs]
+        used = [rank for rank, weight in enumerate(weights) if weight]
+        factor = self.prescale * self.postscale / total
+        chosen = [blocks[rank] for rank in used]
+        return self._wide_steps(chosen, outs, [weights[rank] for rank in used], factor)
+
+    def _fold(self, blocks: Sequence[Array], out: Array) -> list[Step]:
+        """Combine in rank order, straight in the operands' own type."""
+        if len(blocks) == 1:
+            return [] if out is blocks[0] else [(np.copyto, out, blocks[0])]
+        steps: list[Step] = [(self._ufunc, blocks[0], blocks[1], out)]
+        return steps + [(self._ufunc, out, block, out) for block in blocks[2:]]
+
+    def _wide_steps(
+        self,
+        blocks: Sequence[Array],
+        outs: Sequence[Array],
+        before: Sequence[float] | None,
+        factor: float,
+    ) -> list[Step]:
+        """Combine in the compute type, through scratch: 16-bit floats, weights, prescaled Min."""
+        total, operand = self._scratch_pair(blocks[0].size)
+        steps: list[Step] = []
+        for rank, block in enumerate(blocks):
+            target = operand if rank else total
+            steps.append((np.copyto, target, block, "unsafe"))
+            if before is not None and before[rank] != 1.0:
+                steps.append((np.multiply, target, self._scalar(before[rank]), target))
+            if rank:
+                steps.append((self._ufunc, total, operand, total))
+        if factor != 1.0:
+            steps.append((np.multiply, total, self._scalar(factor), total))
+        return [*steps, (np.copyto, outs[0], total, "unsafe"), *_copies(outs)]
+
+    def _integer_steps(self, blocks: Sequence[Array], outs: Sequence[Array]) -> list[Step]:
+        """Sums wrap as NumPy's do; an average truncates toward zero, exact for 64 bits."""
+        out = outs[0]
+        steps: list[Step] = []
+        if self.prescale != 1.0:
+            # Truncation comes before the sum here, so the two factors cannot be folded into one.
+            scaled = [np.empty_like(block) for block in blocks]
+            for block, target in zip(blocks, scaled, strict=True):
+                steps += self._scale_integers(block, target, self.prescale)
+            blocks = scaled
+        steps += self._fold(blocks, out)
+        if self.op is ReduceOp.AVERAGE and self.postscale == 1.0:
+            if self.num_ranks > 1:
+                divisor = self.dtype.type(self.num_ranks) if self._holds(self.num_ranks) else None
+                if divisor is None:  # int8 over more than 127 ranks
+                    steps += self._scale_integers(out, out, 1.0 / self.num_ranks)
+                else:
+                    rest = self._scratch_pair(out.size)[0]
+                    steps += [
+                        (np.fmod, out, divisor, rest),
+                        (np.subtract, out, rest, out),
+                        (np.floor_divide, out, divisor, out),
+                    ]
+        else:
+            average = self.num_ranks if self.op is ReduceOp.AVERAGE else 1
+            steps += self._scale_integers(out, out, self.postscale / average)
+        return [*steps, *_copies(outs)]
+
+    def _holds(self, value: int) -> bool:
+        info = np.iinfo(self.dtype)
+        return int(info.min) <= value <= int(info.max)
+
+    def _scale_integers(self, source: Array, target: Array, factor: float) -> list[Step]:
+        if factor == 1.0:
+            return [] if source is target else [(np.copyto, target, source)]
+        if factor.is_integer() and self._holds(int(factor)):
+            return [(np.multiply, source, self.dtype.type(int(factor)), target)]
+        wide = np.empty(source.shape, np.float64)
+        return [
+            (np.multiply, source, np.float64(factor), wide),
+            (np.copyto, target, wide, "unsafe"),  # the cast truncates toward zero
+        ]
+
+    def _scalar(self, value: float) -> Array:
+        """`value` as a 0-d array of the compute type, so that no product is widened."""
+        real = self.compute.type(0).real.dtype if self.compute.kind == "c" else self.compute
+        return np.asarray(value, real)
+
+    def _scratch_pair(self, size: int) -> list[Array]:
+        """Two work arrays of `size` elements; shared by blocks, which run one after the other."""
+        if size not in self._scratch:
+            self._scratch[size] = [np.empty(size, self.compute) for _ in range(2)]
+        return self._scratch[size]
+
+
+def blocked_steps(
+    reduction: Reduction,
+    blocks: Sequence[Array],
+    outs: Sequence[Array],
+    block_elements: int,
+    weights: Sequence[float] | None = None,
+) -> list[Step]:
+    """Compile a reduction piece by piece, so that each piece is scaled and copied while cached.
+
+    Args:
+        reduction: The arithmetic.
+        blocks: One operand a rank, 1-D, equal length.
+        outs: Where the result goes; the same list as `blocks` for in place.
+        block_elements: Elements of a piece.
+        weights: As in `Reduction.steps`.
+    """
+    steps: list[Step] = []
+    for i in range(0, blocks[0].size, block_elements):
+        j = i + block_elements
+        pieces = [block[i:j] for block in blocks]
+        targets = pieces if outs is blocks else [out[i:j] for out in outs]
+        steps += reduction.steps(pieces, targets, weights)
+    return steps
+
+
+def _copies(outs: Sequence[Array]) -> list[Step]:
+    return [(np.copyto, out, outs[0]) for out in outs[1:]]

@@ -1,0 +1,1 @@
+"""Backends: what moves bytes between ranks.  The contract is in `base.py`."""

@@ -1,0 +1,278 @@
+"""The control page of one machine: a shared segment with a table of short messages per rank.
+
+    row of rank r  (only r writes it)
+    ┌────────────┬────────┬───────────────┬──────────────────────────┬──────┬───────────────────────┐
+    │ pid  state │ posted │ seen[author]  │ entries: serial, lengths, │ note │ data: small and large │
+    └────────────┴────────┴───────────────┴──────────────────────────┴──────┴───────────────────────┘
+
+A rank posts a message by filling a free entry of its own row and then raising `posted`.  Every
+other rank sees the counter, reads the entries that are for it, and raises `seen[author]` in its
+own row; an entry is free again when all it was for have seen it.  Counters only grow, so they are
+read without a lock; what was done is always derived from them, so that nothing breaks when a
+signal handler raises in between.
+"""
+
+import marshal
+import os
+import platform
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvdlite.arithmetic import Step
+from hvdlite.backends.base import Deliver, Header, RankState
+from hvdlite.backends.segment import Segment
+from hvdlite.errors import BackendUnavailableError
+
+_WORD = 8
+_LINE = 8  # words in a cache line
+_PID, _STATE, _POSTED, _SEEN = 0, 1, _LINE, 2 * _LINE
+_SERIAL, _HEADER_LENGTH, _PAYLOAD_LENGTH, _MASKS = 0, 1, 2, 3
+_MASK_BITS, _NUM_MASKS = 62, 5
+_ENTRY_WORDS = _LINE
+MAX_RANKS = _MASK_BITS * _NUM_MASKS
+_NOTE_BYTES = 1024
+_HEADER_BYTES = 2048
+_SMALL_BYTES = 4096  # header and payload of a small message
+_NUM_SMALL = 256
+_LARGE_BYTES = 128 * 1024
+
+
+def _make_fence_steps() -> list[Step]:
+    """What must stand between data and the flag that announces it, as calls for `run()`.
+
+    x86 keeps the order of stores and of loads, so there nothing is needed.  Elsewhere two rounds
+    of a lock do it: the release of the first is ordered before the acquisition of the second.
+    """
+    if platform.machine().lower() in ("x86_64", "amd64", "i686", "i386"):
+        return []
+    lock = threading.Lock()
+    return [(lock.acquire,), (lock.release,)] * 2
+
+
+FENCE_STEPS = _make_fence_steps()
+
+
+def fence() -> None:
+    """Keep what comes before in memory order before what comes after."""
+    for step in FENCE_STEPS:
+        step[0]()
+
+
+class ControlPage:
+    """`Control` over shared memory, for the ranks of one machine.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        arena_bytes: Room for messages per rank, in bytes.
+        share: Collective: called with this rank's text, returns everybody's (used once, to make
+            the segment).
+
+    Raises:
+        BackendUnavailableError: On all ranks, when no segment can be shared.
+    """
+
+    def __init__(
+        self, rank: int, size: int, arena_bytes: int,
+        share: Callable[[str | None], list[str | None]],
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.max_payload = _LARGE_BYTES - _HEADER_BYTES
+        self.small_payload = _SMALL_BYTES - _HEADER_BYTES
+        num_large = max(4, (arena_bytes - _NUM_SMALL * _SMALL_BYTES) // _LARGE_BYTES)
+        self._num_entries = _NUM_SMALL + num_large
+        self._entries = _SEEN + -(-size // _LINE) * _LINE
+        note = self._entries + self._num_entries * _ENTRY_WORDS
+        data = (note * _WORD + _NOTE_BYTES + 4095) // 4096 * 4096
+        self._note_offset = note * _WORD
+        self._data = [
+            (data + i * _SMALL_BYTES if i < _NUM_SMALL
+             else data + _NUM_SMALL * _SMALL_BYTES + (i - _NUM_SMALL) * _LARGE_BYTES)
+            for i in range(self._num_entries)
+        ]
+        row_bytes = data + _NUM_SMALL * _SMALL_BYTES + num_large * _LARGE_BYTES
+        too_many = f"{size} ranks on one machine; at most {MAX_RANKS}" if size > MAX_RANKS else None
+        self.segment = shared_segment(row_bytes * size, rank == 0, share, too_many)
+        whole = memoryview(self.segment.memory)
+        self._bytes = [whole[r * row_bytes : (r + 1) * row_bytes] for r in range(size)]
+        self._words = [row[: note * _WORD].cast("q") for row in self._bytes]
+        self._mine = self._words[rank]
+        self._peers = [r for r in range(size) if r != rank]
+        self._next = {False: 0, True: _NUM_SMALL}  # where the search for a free entry starts
+        self._readers: dict[int, tuple[int, ...]] = {}  # whom the message in an entry is for
+        self._draft = 0  # the entry that was last begun, perhaps not posted
+        self._gone: set[int] = set()
+        self._mine[_PID] = os.getpid()
+        self._mine[_STATE] = RankState.ALIVE
+
+    def post(self, to: Sequence[int], header: Header, payload: memoryview | bytes = b"") -> bool:
+        """See `Control.post`."""
+        head = marshal.dumps(header)
+        length = len(payload)
+        large = len(head) + length > _SMALL_BYTES
+        mine = self._mine
+        draft = self._entries + self._draft * _ENTRY_WORDS + _SERIAL
+        if mine[draft] > mine[_POSTED]:
+            mine[draft] = 0  # a post that a signal handler broke off
+        i = self._free_entry(large)
+        if i < 0:
+            return False
+        self._draft = i
+        self._readers[i] = tuple(to)
+        at, offset = self._entries + i * _ENTRY_WORDS, self._data[i]
+        mine[at + _SERIAL] = 0  # nobody reads it while it changes
+        row = self._bytes[self.rank]
+        row[offset : offset + len(head)] = head
+        if length:
+            row[offset + len(head) : offset + len(head) + length] = payload
+        mine[at + _HEADER_LENGTH] = len(head)
+        mine[at + _PAYLOAD_LENGTH] = length
+        masks = [0] * _NUM_MASKS
+        for reader in to:
+            masks[reader // _MASK_BITS] |= 1 << reader % _MASK_BITS
+        for k, mask in enumerate(masks):
+            mine[at + _MASKS + k] = mask
+        serial = mine[_POSTED] + 1
+        mine[at + _SERIAL] = serial
+        fence()
+        mine[_POSTED] = serial
+        self._next[large] = i + 1
+        return True
+
+    def _free_entry(self, large: bool) -> int:
+        first, last = (_NUM_SMALL, self._num_entries) if large else (0, _NUM_SMALL)
+        start = self._next[large]
+        for i in (*range(start, last), *range(first, min(start, last))):
+            if self._is_free(i):
+                return i
+        return -1
+
+    def _is_free(self, i: int) -> bool:
+        serial = self._mine[self._entries + i * _ENTRY_WORDS + _SERIAL]
+        if not serial:
+            return True
+        seen = _SEEN + self.rank
+        words, gone = self._words, self._gone
+        return all(
+            words[r][seen] >= serial or r in gone or words[r][_STATE] >= RankState.LEFT
+            for r in self._readers.get(i, ())
+        )
+
+    def poll(self, deliver: Deliver) -> bool:
+        """See `Control.poll`."""
+        mine, words = self._mine, self._words
+        found = False
+        for author in self._peers:
+            posted = words[author][_POSTED]
+            if posted != mine[_SEEN + author]:
+                fence()
+                found = self._read(author, mine[_SEEN + author], posted, deliver) or found
+                fence()
+                mine[_SEEN + author] = posted
+        return found
+
+    def _read(self, author: int, seen: int, posted: int, deliver: Deliver) -> bool:
+        row, data = self._words[author], self._bytes[author]
+        first = self._entries
+        last = first + self._num_entries * _ENTRY_WORDS
+        serials = row[first:last:_ENTRY_WORDS].tolist()
+        fresh = sorted((s, i) for i, s in enumerate(serials) if seen < s <= posted)
+        word, bit = _MASKS + self.rank // _MASK_BITS, 1 << self.rank % _MASK_BITS
+        found = False
+        for _, i in fresh:
+            at = first + i * _ENTRY_WORDS
+            if row[at + word] & bit:
+                start = self._data[i]
+                middle = start + row[at + _HEADER_LENGTH]
+                payload = data[middle : middle + row[at + _PAYLOAD_LENGTH]]
+                deliver(author, marshal.loads(data[start:middle]), payload)
+                found = True
+        return found
+
+    def flushed(self, ranks: Sequence[int]) -> bool:
+        """See `Control.flushed`; what is posted here lies where the others read it."""
+        return True
+
+    def state(self, rank: int) -> tuple[RankState, str]:
+        """See `Control.state`."""
+        state = RankState(self._words[rank][_STATE])
+        if state is RankState.FAILED:
+            raw = bytes(self._bytes[rank][self._note_offset : self._note_offset + _NOTE_BYTES])
+            return state, raw.rstrip(b"\0").decode(errors="replace")
+        if rank in self._gone and state is RankState.ALIVE:
+            return RankState.FAILED, f"its process (pid {self._words[rank][_PID]}) is gone"
+        return state, ""
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """See `Control.check_alive`."""
+        for r in ranks:
+            if r != self.rank and not is_running(self._words[r][_PID]):
+                self._gone.add(r)
+
+    def announce(self, state: RankState, note: str = "") -> None:
+        """See `Control.announce`."""
+        if self._mine[_STATE] >= RankState.LEFT:
+            return  # the first word stands
+        raw = note.encode()[:_NOTE_BYTES]
+        offset = self._note_offset
+        self._bytes[self.rank][offset : offset + len(raw)] = raw
+        fence()
+        self._mine[_STATE] = state
+
+    def close(self) -> None:
+        """See `Control.close`; the memory goes with its last user."""
+        self.announce(RankState.LEFT)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123 - ten times a second: no Path
+            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def shared_segment(
+    nbytes: int, is_maker: bool, share: Callable[[str | None], list[str | None]],
+    refusal: str | None = None,
+) -> Segment:
+    """Make one segment and map it on every rank, or on none.
+
+    Args:
+        nbytes: Size.
+        is_maker: True on exactly one rank.
+        share: Collective exchange of one short text a rank.
+        refusal: Why this rank does not want one; None: it does.
+
+    Raises:
+        BackendUnavailableError: On every rank, if any rank failed; the text says which and why.
+    """
+    segment: Segment | None = None
+    word = f"!{refusal}" if refusal else None
+    if is_maker and word is None:
+        try:
+            segment = Segment.create(nbytes)
+            word = str(segment.path)
+        except OSError as exc:
+            word = f"!{exc}"
+    try:
+        said = [text for text in share(word) if text]
+        bad = [text for text in said if text.startswith("!")]
+        word = None
+        if not bad and segment is None:
+            try:
+                segment = Segment.attach(Path(said[0]), nbytes)
+            except OSError as exc:
+                word = f"!{exc}"
+        bad = bad or [text for text in share(word) if text]
+    finally:
+        if is_maker and segment is not None:
+            segment.unlink()
+    if bad or segment is None:
+        reasons = "; ".join(sorted({text[1:] for text in bad}))
+        raise BackendUnavailableError(f"no shared memory segment of {nbytes} bytes: {reasons}")
+    return segment

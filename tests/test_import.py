@@ -1,0 +1,59 @@
+"""`import hvdlite` is cheap and starts nothing."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import job_environment
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("mpi4py", "cupy", "torch", "jax", "autograd", "sklearn", "tqdm", "matplotlib", "ml_dtypes")
+
+
+def fresh(code, **env):
+    """What a new interpreter prints, started in the checkout."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=job_environment(env), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_import_loads_no_mpi_and_no_framework():
+    loaded = json.loads(fresh("import hvdlite, sys, json; print(json.dumps(list(sys.modules)))"))
+    assert "hvdlite" in loaded
+    assert not {name.partition(".")[0] for name in loaded}.intersection(LIBRARIES)
+
+
+@pytest.mark.parametrize("path", ["", None], ids=["empty", "unset"])
+def test_import_works_without_path(path):
+    assert fresh("import hvdlite; print(hvdlite.__version__)", PATH=path).strip()
+
+
+def test_import_leaves_signals_and_hooks_alone():
+    code = """
+import signal, sys, threading
+def state():
+    return (sys.excepthook, threading.excepthook, sys.exit, sys.getswitchinterval(),
+            [signal.getsignal(s) for s in signal.valid_signals()], threading.active_count())
+before = state()
+import hvdlite
+print(state() == before)
+"""
+    assert fresh(code).strip() == "True"
+
+
+def test_version_is_a_literal():
+    # An isolated build has no NumPy: setuptools must find the version without importing the package.
+    body = ast.parse((ROOT / "hvdlite" / "__init__.py").read_text()).body
+    values = [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert [type(value) for value in values] == [ast.Constant]
