@@ -61,21 +61,22 @@ from hvdlite.types import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 __version__ = "0.1.0"
 
-_LATER = frozenset(
-    """allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_
-    grouped_allreduce_async grouped_allreduce_async_ allgather_async grouped_allgather
-    grouped_allgather_async broadcast_ broadcast_async broadcast_async_ alltoall alltoall_async
-    reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join poll
-    synchronize broadcast_optimizer_state check_consistency start_timeline stop_timeline
-    elastic""".split()
-)
+_LATER = frozenset((
+    "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "allgather_async", "grouped_allgather", "grouped_allgather_async", "broadcast_",
+    "broadcast_async", "broadcast_async_", "alltoall", "alltoall_async", "reducescatter",
+    "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll",
+    "synchronize", "broadcast_optimizer_state", "check_consistency", "start_timeline",
+    "stop_timeline", "elastic",
+))
 
 
 def __getattr__(name: str) -> Any:
     """Names of the contract that this version lacks say so when they are called."""
     if name in _LATER:
 
-        def later(*args: object, **kwargs: object) -> None:
+        def later(*_: object, **__: object) -> None:
             raise HvdliteError(
                 f"hvdlite.{name} comes with a later version; this is {__version__}"
             )

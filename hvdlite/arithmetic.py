@@ -62,7 +62,7 @@ def check_reducible(
         postscale: Factor applied after it.
 
     Raises:
-        TypeError: Average of bool, Min or Max of complex, scaled bool, or a type without arithmetic.
+        TypeError: Average of bool, Min or Max of complex, scaled bool, a type without arithmetic.
     """
     if dtype.kind not in "biufc" and not is_half(dtype):
         raise TypeError(f"{what}: arrays of dtype {dtype} cannot be reduced; use numbers or bool")
@@ -136,7 +136,7 @@ class Reduction:
     def _weighted_steps(
         self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float]
     ) -> list[Step]:
-        """sum w g / sum w; an operand of weight 0 is left out, for it may hold anything (NaN)."""
+        """Sum w g / sum w; an operand of weight 0 is left out, for it may hold anything (NaN)."""
         total = sum(weights)
         if total == 0:
             return [(np.copyto, out, 0, "unsafe") for out in outs]

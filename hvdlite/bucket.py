@@ -339,6 +339,11 @@ def _close(specs: Sequence[TensorSpec]) -> Bucket:
     return Bucket(names, tuple(offsets), end, first.dtype, first.ranks, first.region)
 
 
+def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in this machine's byte order; NumPy's own object where there is one."""
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
 def spec_of(
     name: str, array: Any, ranks: tuple[int, ...] | None, region: int = 0
 ) -> TensorSpec:

@@ -6,6 +6,7 @@ kind in its process set.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -84,7 +85,7 @@ def allreduce(
         rounded once; integer averages truncate toward zero, integer sums wrap.
     Raises:
         TypeError: The dtype cannot be reduced by `op` (Average of bool, Min of complex, objects).
-        ValueError: A name that is still under way, an unregistered set, a factor that is not finite.
+        ValueError: A name still under way, an unregistered set, a factor that is not finite.
         MismatchError: On every rank: shape, dtype, op or factors differ. The next call works.
         RankFailedError: A rank died or left.
     Cost:
@@ -158,11 +159,11 @@ def allgather(
         whole[:] = [np.empty((sum(counts), *rest), rows.dtype)]
         flat = as_bytes(whole[0])
         ends = np.cumsum([0, *sizes])
-        return [flat[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        return [flat[a:b] for a, b in pairwise(ends)]
 
     ticket = Ticket(
         set_id, ranks, call_name(context, set_id, "allgather", name), signature, as_bytes(rows),
-        place=place, finish=lambda parts: whole[0], extra=rows.shape[0],
+        place=place, finish=lambda _: whole[0], extra=rows.shape[0],
     )
     return restore(context.matcher.call(ticket))
 
@@ -230,7 +231,7 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     set_id, ranks = context.members(process_set, "barrier")
     ticket = Ticket(
         set_id, ranks, call_name(context, set_id, "barrier", None), (("kind", "barrier"),),
-        np.empty(0, np.uint8), place=separate, finish=lambda parts: None,
+        np.empty(0, np.uint8), place=separate, finish=lambda _: None,
     )
     context.matcher.call(ticket)
 
@@ -271,7 +272,7 @@ def call_name(context: Context, set_id: int, kind: str, name: str | None) -> str
 def _finite(value: object, label: str, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{what}: {label} is a number, got {value!r}")
-    number = float(value)  # type: ignore[arg-type]  # complex is refused by float()
+    number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what}: {label} must be finite, got {value!r}")
     return number

@@ -77,7 +77,7 @@ class Context:
         self._register(global_process_set, tuple(range(self.size)))
         self.exits = Exits(
             self.rank, self.size, self._abort, self._announce_failure, self.close,
-            config.abort_on_error,
+            config.abort_on_error and self.size > 1,
         )
         self.exits.install()
 
@@ -222,7 +222,7 @@ class Context:
             raise reason
         log.logger.warning("optimizer: %s; using backend mpi for it", reason)
         control = self._mpi_fallback.control
-        self.progress.add(control, lambda: control.poll(lambda *message: None))
+        self.progress.add(control, lambda: control.poll(lambda *_: None))
         return self._mpi_fallback.open_stream(stream_id, ranks, self.agree_on(set_id, ranks))
 
     def agree_on(self, set_id: int, ranks: tuple[int, ...]) -> Agree:
@@ -282,8 +282,8 @@ class Context:
 
 
 _FORKED = (
-    "this process was forked from a rank; MPI and shared memory belong to the parent. Start helpers "
-    "by 'spawn' or 'forkserver', or do not call hvdlite in them"
+    "this process was forked from a rank; MPI and shared memory belong to the parent. Start "
+    "helpers by 'spawn' or 'forkserver', or do not call hvdlite in them"
 )
 _current: Context | None = None  # with the next line, the only mutable module state in hvdlite
 _was_shut_down = False
@@ -316,7 +316,7 @@ def init(
         BackendUnavailableError: `backend="shm"` was asked for and no memory can be shared.
         ValueError: Wrong ranks or process sets.
     """
-    global _current, _was_shut_down  # noqa: PLW0603 - the one allowed: the default of the verbs
+    global _current, _was_shut_down
     if _current is not None:
         context = current()
         known = {ps.ranks for ps in context.process_sets.values()}
@@ -327,8 +327,8 @@ def init(
         return context
     settings = Config.resolve(config, os.environ)
     log.configure(0, 1, settings.log_level)
-    note_ignored(os.environ)
     context = _make_context(comm, settings)
+    note_ignored(os.environ)
     _current, _was_shut_down = context, False
     try:
         for new in process_sets:
@@ -365,7 +365,7 @@ def _make_context(comm: Any, settings: Config) -> Context:
 
 def shutdown() -> None:
     """Leave the job; waits for nobody.  Harmless when there is none; `init()` may follow."""
-    global _current, _was_shut_down  # noqa: PLW0603 - see init()
+    global _current, _was_shut_down
     context = _current
     if context is None:
         return

@@ -60,4 +60,5 @@ class UnknownNameError(HvdliteError, KeyError, ValueError):
     """A name that the optimizer does not have; also a KeyError and a ValueError."""
 
     def __str__(self) -> str:
+        """The text as it is; KeyError would put it in quotes."""
         return Exception.__str__(self)

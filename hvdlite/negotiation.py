@@ -140,6 +140,17 @@ class Ticket:
     is_moving: bool = False
 
     @property
+    def waits_for_messages(self) -> bool:
+        """Whether nothing can be done for it until a message comes."""
+        transfer = self.transfer
+        if self.done:
+            return True
+        if transfer is None or not self.is_posted:
+            return self.is_posted and not self.is_moving
+        sent = all(outgoing.complete for outgoing in transfer.outgoing)
+        return sent and not all(incoming.complete for incoming in transfer.incoming.values())
+
+    @property
     def what(self) -> str:
         """Names the call in messages."""
         kind = dict(self.signature).get("kind", "call")
@@ -167,6 +178,7 @@ class Matcher:
         self._announced: set[tuple[int, int]] = set()  # calls whose data comes in pieces
         self._early: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
+        self._is_sending = False  # some call can go on without a message
         if control.size > 1:
             progress.add(self, self.advance)
 
@@ -197,6 +209,7 @@ class Matcher:
         post = _Post(ticket.serial, ticket.signature, ticket.data.size, ticket.extra, inline)
         self._posts.setdefault(key, {}).setdefault(self.rank, {})[ticket.serial] = post
         self._tickets.setdefault(key, []).append(ticket)
+        self._is_sending = True
         self.progress.nudge(self.advance)
         if len(ticket.ranks) == 1:
             self._advance_ticket(key, ticket)
@@ -241,10 +254,16 @@ class Matcher:
     def advance(self) -> bool:
         """Read messages and go on with every call; whether anything moved."""
         moved = self.control.poll(self._deliver)
+        if not moved and not self._is_sending:
+            return False  # every call waits for a message
+        self._is_sending = True  # until it is known better
+        is_sending = False
         for key, tickets in tuple(self._tickets.items()):
             for ticket in tuple(tickets):
                 if self._advance_ticket(key, ticket):
                     moved = True
+                is_sending = is_sending or not ticket.waits_for_messages
+        self._is_sending = is_sending
         return moved
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
@@ -288,11 +307,11 @@ class Matcher:
             moved = True
         if ticket.error is None and ticket.transfer is not None:
             try:
-                moved = self._move(ticket, ticket.transfer, others) or moved
+                moved = self._move(ticket, ticket.transfer) or moved
                 if not self._is_complete(ticket.transfer, others):
                     return moved
                 ticket.result = ticket.finish(ticket.transfer.targets)
-            except Exception as exc:  # noqa: BLE001 - kept, and raised by whoever waits
+            except Exception as exc:
                 ticket.error = exc
         self._retire(key, ticket)
         return True
@@ -344,7 +363,7 @@ class Matcher:
             else:
                 transfer.incoming[r, post.serial, 0] = _Incoming(target)
         if posts[self.rank].inline is None:
-            data = memoryview(ticket.data)
+            data = ticket.data.data
             transfer.outgoing.append(_Outgoing(others, ticket.serial, 0, data))
         if ticket.reduction is not None:
             transfer.operands = [t.view(ticket.reduction.dtype) for t in targets]
@@ -369,13 +388,13 @@ class Matcher:
                 serial = ticket.posts[r].serial
                 transfer.incoming[r, serial, 0] = _Incoming(operand)
                 transfer.incoming[r, serial, 1] = _Incoming(result[shares[r]])
-                part = memoryview(ticket.data[shares[r]])
+                part = ticket.data[shares[r]].data
                 transfer.outgoing.append(_Outgoing((r,), ticket.serial, 0, part))
             transfer.operands.append(operand.view(dtype))
-        transfer.returns = _Outgoing(others, ticket.serial, 1, memoryview(result[mine]))
+        transfer.returns = _Outgoing(others, ticket.serial, 1, result[mine].data)
         return transfer
 
-    def _move(self, ticket: Ticket, transfer: _Transfer, others: tuple[int, ...]) -> bool:
+    def _move(self, ticket: Ticket, transfer: _Transfer) -> bool:
         moved = False
         for outgoing in transfer.outgoing:
             moved = outgoing.pump(self.control) or moved
@@ -431,7 +450,7 @@ class Matcher:
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         return Ticket(
             set_id, ranks, "\0" + self.unnamed(set_id, "\0" + what), (("kind", what),), data,
-            place=separate, finish=lambda parts: [pickle.loads(part) for part in parts],
+            place=separate, finish=lambda parts: [pickle.loads(part.data) for part in parts],
         )
 
     def agree(
@@ -467,7 +486,7 @@ class Matcher:
             raise MismatchError(_compare(what, dict(zip(ranks, everything, strict=True))))
 
 
-def separate(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
+def separate(sizes: Sequence[int], _: Sequence[Any]) -> list[Array]:
     """One array a member, for calls without a layout of their own."""
     return [np.empty(size, np.uint8) for size in sizes]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.bucket import native
 from hvdlite.collectives import call_name, check_root
 from hvdlite.context import Context, current
 from hvdlite.errors import HorovodInternalError
@@ -79,7 +80,7 @@ def _exchange(
     if sends:
         try:
             data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-        except Exception as exc:  # noqa: BLE001 - whatever __reduce__ raises; raised again below
+        except Exception as exc:
             failure = exc
     story = "" if failure is None else f"{type(failure).__name__}: {failure}"[:200]
     stories: list[str] = []
@@ -98,7 +99,7 @@ def _exchange(
     bad = [f"rank {r}: {text}" for r, text in zip(ranks, stories, strict=True) if text]
     if bad:
         raise HorovodInternalError(f"{ticket.what}: an object does not pickle; " + "; ".join(bad))
-    return [pickle.loads(part) if part.size else None for part in parts]
+    return [pickle.loads(part.data) if part.size else None for part in parts]
 
 
 def broadcast_parameters(
@@ -227,7 +228,7 @@ def check_writable(named: Mapping[str, Array], what: str) -> None:
         if array.dtype.hasobject or array.dtype.kind in "USmM":
             raise TypeError(f"{what}: parameter {name!r} has dtype {array.dtype}; use numbers")
         if not array.flags.writeable:
-            raise ValueError(f"{what}: parameter {name!r} is read-only, so it cannot be overwritten")
+            raise ValueError(f"{what}: parameter {name!r} is read-only: it cannot be overwritten")
 
 
 def describe_arrays(named: Mapping[str, Array]) -> dict[str, str]:
@@ -269,7 +270,7 @@ def _views(data: Array, arrays: Sequence[Array]) -> list[Array]:
     views, start = [], 0
     for array in arrays:
         piece = data[start : start + array.nbytes]
-        views.append(piece.view(array.dtype.newbyteorder("=")).reshape(array.shape))
+        views.append(piece.view(native(array.dtype)).reshape(array.shape))
         start += array.nbytes
     return views
 

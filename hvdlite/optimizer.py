@@ -14,7 +14,7 @@ import numpy as np
 from hvdlite import log
 from hvdlite.arithmetic import check_reducible
 from hvdlite.backends.base import Stream
-from hvdlite.bucket import Plan, TensorSpec, spec_of
+from hvdlite.bucket import Plan, TensorSpec, native, spec_of
 from hvdlite.collectives import Compression, check_compression, check_op
 from hvdlite.context import Context, current
 from hvdlite.errors import BackendUnavailableError, ConfigError
@@ -149,7 +149,7 @@ class DistributedOptimizer:
             options = _read_options(
                 context, op, backward_passes_per_step, gradient_predivide_factor,
                 fusion_threshold, first_bucket, gradient_as_bucket_view, missing, divide_by,
-                reduce_method, param_pack, param_pack_thd, len(ranks),
+                reduce_method, param_pack, param_pack_thd,
             )
             _check_period(bcast_period)
             apply = _find_apply(optimizer)
@@ -163,7 +163,7 @@ class DistributedOptimizer:
                 "gradient_predivide_factor": options.prescale, "bcast_period": bcast_period,
                 "plan": None if pinned is None else pinned.digest, "divide_by": divide_by,
             }.items()}
-        except Exception as exc:  # noqa: BLE001 - raised below, once all ranks know
+        except Exception as exc:
             error = exc
         if len(ranks) > 1:
             context.matcher.agree(set_id, ranks, _WHAT, error, content)
@@ -327,8 +327,8 @@ class DistributedOptimizer:
                 raise error
             self._broadcasts = [
                 ParameterBroadcast(
-                    self._context, groups[k].set_id, groups[k].ranks or (), min(groups[k].ranks or ()),
-                    arrays,
+                    self._context, groups[k].set_id, groups[k].ranks or (),
+                    min(groups[k].ranks or ()), arrays,
                 )
                 for k, arrays in named.items()
             ]
@@ -339,7 +339,7 @@ class DistributedOptimizer:
     def _check_unchanged(self, named: Mapping[str, Array]) -> None:
         for name, array in named.items():
             shape, dtype = self._reducer.shape_and_dtype(name)
-            if array.shape != shape or array.dtype.newbyteorder("=") != dtype:
+            if array.shape != shape or native(array.dtype) != dtype:
                 raise ValueError(
                     f"{_WHAT}: parameter {name!r} had shape {shape} and dtype {dtype}, and now has "
                     f"{array.shape} and {array.dtype}"
@@ -372,7 +372,7 @@ class DistributedOptimizer:
             specs, dtypes, content = _read_specs(
                 new, reducer.options, self._bcast_period, reducer.num_regions, reducer.names
             )
-        except Exception as exc:  # noqa: BLE001 - raised below, once all ranks know
+        except Exception as exc:
             error = exc
         if len(self._ranks) > 1:
             context.matcher.agree(self._set_id, self._ranks, "add_param_group", error, content)
@@ -416,7 +416,7 @@ class DistributedOptimizer:
         self._num_steps = num_steps
 
     def close(self) -> None:
-        """Give up communicating; local, waits for nobody.  The shared memory goes with its views."""
+        """Give up communicating; local, waits for nobody.  The memory goes with its views."""
         self._reducer.close()
 
     def __enter__(self) -> "DistributedOptimizer":
@@ -481,7 +481,7 @@ def _find_apply(optimizer: Any) -> Callable[[dict[str, Array]], Any]:
 def _read_options(
     context: Context, op: object, passes: object, predivide: object, fusion_threshold: Any,
     first_bucket: Any, views: bool, missing: str, divide_by: str, reduce_method: str | None,
-    param_pack: bool | None, param_pack_thd: Any, num_ranks: int,
+    param_pack: bool | None, param_pack_thd: Any,
 ) -> ReducerOptions:
     if reduce_method is not None:
         if op is not None:
@@ -607,7 +607,7 @@ def _read_specs(
             )
             spec = spec_of(name, array, group.ranks, region)
             specs.append(spec)
-            dtypes[spec.dtype] = array.dtype.newbyteorder("=")
+            dtypes[spec.dtype] = native(array.dtype)
         if bcast_period != -1 and group.ranks is not None:
             check_writable(named, _WHAT)
         where = "local" if group.ranks is None else f"ranks {list(group.ranks)}"
@@ -618,10 +618,9 @@ def _read_specs(
 def _read_plan(plan: Any, specs: Sequence[TensorSpec]) -> Plan | None:
     if plan is None:
         return None
-    if not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    plan.check_covers(specs)
-    return plan
+    pinned = plan if isinstance(plan, Plan) else Plan.load(plan)
+    pinned.check_covers(specs)
+    return pinned
 
 
 def _in_order(specs: Sequence[TensorSpec], order: Sequence[str]) -> list[TensorSpec]:

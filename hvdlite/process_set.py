@@ -21,7 +21,7 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int]) -> None:
         listed = list(ranks)
         for r in listed:
-            if isinstance(r, bool) or not isinstance(r, int) and not hasattr(r, "__index__"):
+            if isinstance(r, bool) or not hasattr(r, "__index__"):
                 raise TypeError(f"process set: ranks are ints, got {r!r}")
         listed = [int(r) for r in listed]
         if not listed:

@@ -1,16 +1,16 @@
 """What happens between *gradient ready* and *optimizer step*.  THE file to read.
 
     training loop                     reducer                               backend
-    grad_ready("w7") ───────────────▶ [1] copied into its slot of bucket 2 (views: it is there already)
+    grad_ready("w7") ───────────────▶ [1] copied into its slot of bucket 2 (views: it is there)
                                       [2] bucket 2 full, and 0, 1 launched? ─▶ [3] this rank arrives
                                                                                [4] all there: reduce
     opt.step(): synchronize() ◀────── [5] step record agreed, buckets done
                                       [6] dict of views handed out
 
 Buckets are launched in the plan's order on every rank, whatever the order in which gradients come:
-bucket k only after 0..k-1.  So all ranks issue the same collectives in the same order without a word
-of negotiation.  What a rank knows only at the end of its step (which gradients it had, its weight,
-an error) travels in the step record, on the last bucket where that belongs to everybody.
+bucket k only after 0..k-1.  So all ranks issue the same collectives in the same order without a
+word of negotiation.  What a rank knows only at the end of its step (which gradients it had, its
+weight, an error) travels in the step record, on the last bucket where that belongs to everybody.
 
 [Note: fast path]  `grad_ready` is called once a tensor and step, so its common case (first pass,
 not inside no_sync) is a closure over two dicts: `open_`, which holds the slots while nothing about
@@ -36,7 +36,7 @@ import numpy as np
 
 from hvdlite import log
 from hvdlite.backends.base import Stream, Work
-from hvdlite.bucket import Plan, TensorSpec, merge_orders, plan_buckets
+from hvdlite.bucket import Plan, TensorSpec, merge_orders, native, plan_buckets
 from hvdlite.errors import (
     ConfigError,
     HorovodInternalError,
@@ -139,6 +139,7 @@ class Reducer:
         self._dtypes: dict[str, np.dtype[Any]] = {}
         self._phase = _Phase.IDLE
         self._step = 0
+        self._base = 0  # of the step's positions, see `Stream.begin`
         self._weight = 1.0
         self._weight_given = False
         self._in_no_sync = False
@@ -253,7 +254,6 @@ class Reducer:
     def _make_fast_path(self) -> None:
         """Build `grad_ready`.  See [Note: fast path]."""
         open_, touched, absent, copyto = self._open, self._touched, ABSENT, np.copyto
-        ndarray = np.ndarray
         me = weakref.proxy(self)  # no cycle: a dropped optimizer is freed at once
         busy = False
 
@@ -291,11 +291,13 @@ class Reducer:
                 busy = True
                 try:
                     slot = open_.get(name)
-                    if (
-                        slot is None or name in touched or type(grad) is not ndarray
-                        or grad.dtype is not slot.dtype or grad.shape != slot.shape
-                        or weight is not None
-                    ):
+                    if slot is None or name in touched or weight is not None:
+                        return slow(name, grad, weight)
+                    try:
+                        fits = grad.dtype is slot.dtype and grad.shape == slot.shape
+                    except AttributeError:
+                        fits = False
+                    if not fits:
                         return slow(name, grad, weight)
                     copyto(slot.view, grad)
                     touched[name] = id(grad)
@@ -391,10 +393,10 @@ class Reducer:
             )
         if self.options.views and _is_same_memory(grad, slot.view):
             return ABSENT
-        if grad.shape != slot.shape or grad.dtype.newbyteorder("=") != slot.dtype:
+        if grad.shape != slot.shape or native(grad.dtype) != slot.dtype:
             raise ValueError(
-                f"grad_ready({slot.name!r}): gradient of shape {grad.shape} and dtype {grad.dtype}, "
-                f"but the parameter has shape {slot.shape} and dtype {slot.dtype}"
+                f"grad_ready({slot.name!r}): gradient of shape {grad.shape} and dtype {grad.dtype}"
+                f", but the parameter has shape {slot.shape} and dtype {slot.dtype}"
             )
         return grad
 
@@ -419,7 +421,7 @@ class Reducer:
             else:
                 np.copyto(slot.view, source)
         if self.options.check_views:
-            self._checksums[slot.name] = zlib.crc32(slot.view)
+            self._checksums[slot.name] = zlib.crc32(_bytes_of(slot.view))
 
     def _begin(self, weight: float, weight_given: bool = False) -> None:
         """Open a step: everything this rank had is forgotten, the slots are its own to fill."""
@@ -436,7 +438,7 @@ class Reducer:
         self._announced = _Announced()
         self._touched.clear()
         self._result = self._failure = None
-        self.stream.begin(weight)
+        self.stream.begin(self._base, self._step & 1, weight)
         self._phase = _Phase.OPEN
         self._open_fast_path()
 
@@ -536,23 +538,26 @@ class Reducer:
                 self._check_peers,
             )
         self._progress.remove(stream)
-        if self._replan_ticket is None:
-            records = self._read_records()
-        else:  # a wait for the new plan was broken off; the records had been read
-            records = self._records
-        self._records = records
+        records = self._read_records()
         if any(flags & _REPLAN for flags, *_ in records):
             self._replan()
-        self._count()
-        stream.end()
-        self._step += 1
+        result: dict[str, Array] | None = None
+        failure: HvdliteError | None = None
         try:
-            self._result = self._evaluate(records)
-        except HvdliteError:
-            self._phase = _Phase.IDLE  # the step is dropped, the next one works
-            raise
-        self._phase = _Phase.SYNCHRONIZED
-        return self._result
+            result = self._evaluate(records)
+        except HvdliteError as exc:  # the step is dropped, the next one works
+            failure = exc
+        phase = _Phase.SYNCHRONIZED if failure is None else _Phase.IDLE
+        base = self._base + len(self._plan.buckets) + 1
+        # Plain stores, no call between them: a signal handler sees all of them or none.
+        self._result = result
+        self._phase = phase
+        self._step += 1
+        self._base = base
+        self._count()
+        if result is None:
+            raise failure or HvdliteError("the step failed")
+        return result
 
     def _launch_rest(self) -> None:
         """Fill what is missing with zeros and launch all that is left; nothing is sent stale."""
@@ -571,7 +576,7 @@ class Reducer:
 
     def _check_views(self) -> None:
         for name, checksum in self._checksums.items():
-            if zlib.crc32(self._slots[name].view) != checksum:
+            if zlib.crc32(_bytes_of(self._slots[name].view)) != checksum:
                 self._failure = HvdliteError(
                     f"gradient {name!r} was changed after grad_ready() and before synchronize(), "
                     "while its slot belonged to the library"
@@ -809,6 +814,10 @@ class Reducer:
         """In a forked child: refuse every use, and leave the parent's shared memory alone."""
         self._is_closed = why
         self._open.clear()
+
+
+def _bytes_of(view: Array) -> memoryview:
+    return view.reshape(-1).view(np.uint8).data
 
 
 def _is_same_memory(a: Any, b: Array) -> bool:

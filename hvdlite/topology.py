@@ -89,12 +89,12 @@ def load_mpi(env: Mapping[str, str]) -> "tuple[Any, str]":
             ) from exc
         return None, reason
     vendor = MPI.get_vendor()[0]
-    if launcher is not None and launcher.size > 1 and launcher.vendors:
-        if vendor not in launcher.vendors and vendor in (*_FAMILY_MPICH, "Open MPI"):
-            raise _foreign_launcher(MPI, launcher)
+    has_many = launcher is not None and launcher.size > 1
+    if launcher is not None and has_many and launcher.vendors and vendor not in launcher.vendors:
+        raise _foreign_launcher(MPI, launcher)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if launcher is not None and launcher.size > 1 and MPI.COMM_WORLD.size == 1:
+    if launcher is not None and has_many and MPI.COMM_WORLD.size == 1:
         raise _foreign_launcher(MPI, launcher)
     return MPI, ""
 
@@ -231,7 +231,8 @@ def group_of(mpi: Any, ranks: Sequence[int]) -> Any:
     """
     world = mpi.COMM_WORLD
     listed = sorted(ranks)
-    if not listed or len(set(listed)) != len(listed) or not 0 <= listed[0] <= listed[-1] < world.size:
+    is_distinct = bool(listed) and len(set(listed)) == len(listed)
+    if not is_distinct or listed[0] < 0 or listed[-1] >= world.size:
         raise ValueError(
             f"init(comm={list(ranks)}): distinct ranks of 0..{world.size - 1} are needed"
         )

@@ -71,12 +71,14 @@ need_system_launcher() {
 
 install() {
     extras=$1
+    start=$(date +%s)
     [ "$MPI" != system ] || need_system_launcher
     [ -e "$venv" ] || make_venv
     "$venv/bin/python" -c 'import pip' 2>/dev/null || die "$venv has no Python with pip in it: $redo"
     say "installing hvdlite[$extras] into $venv; the first time this downloads some 150 MB"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ||
         die "pip could not install the packages (its reason is above). No network, or only a mirror? Set https_proxy= or PIP_INDEX_URL= and type $again again"
+    say "$venv is ready, after $(($(date +%s) - start)) s"
 }
 
 check() {

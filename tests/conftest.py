@@ -1,6 +1,6 @@
 """Which tests run in which kind of job, and the fixtures of the parallel ones.
 
-Plain pytest runs the tests without the mark `mpi`; test_launch.py starts the others on 1 to 4 ranks.
+Plain pytest runs the tests without the mark `mpi`; test_launch.py runs the rest on 1 to 4 ranks.
 Under a launcher, `mpirun -np 2 python -m pytest --with-mpi`, the marked ones run, and only they.
 """
 
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+
 from launch import job_environment, launched_rank
 from ranks import Together, shut_down, watch
 
@@ -75,7 +76,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture
 def hvd() -> Iterator[ModuleType]:
-    """The module hvdlite, initialized; one Context serves all tests until one fails or replaces it."""
+    """The module hvdlite, initialized; a Context lives until a test fails or replaces it."""
     import hvdlite
 
     context = hvdlite.init()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-# What a launcher sets in its ranks.  A job that a test starts must not take itself for a rank of another.
+# What a launcher sets in its ranks; a job that a test starts must not inherit it.
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "MPI_LOCAL")
@@ -64,7 +64,7 @@ def mpiexec() -> list[str]:
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError(
-            f"no mpiexec beside {sys.executable} nor on PATH: install hvdlite[mpich], or set MPIEXEC"
+            f"no mpiexec beside {sys.executable} nor on PATH: install mpich, or set MPIEXEC"
         )
     return [found]
 
@@ -79,6 +79,7 @@ def job_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, 
     defaults = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        "NO_COLOR": "1",  # Open MPI gives its ranks a terminal
         "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks
         # Open MPI only: more ranks than cores, none pinned to a core, waiting gives the core away.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

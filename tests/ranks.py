@@ -3,10 +3,10 @@
 After each phase of a test (setup, call, teardown) all ranks meet, so that
 
 * a test that fails on one rank fails on all of them, and the message names the rank;
-* a rank that fails early calls its peers out of the wait they are in, and the next test starts level;
+* a rank that fails early calls its peers out of their wait, and the next test starts level;
 * a rank that never comes prints its stacks and ends the job when the test's time is up.
 
-Only rank 0 reports to the terminal.  The failures of another rank go to stderr, each line with its rank.
+Only rank 0 reports to the terminal; the failures of another rank go to stderr, with its number.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
+
 from launch import SIZE_NAMES
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _START_S = 60.0  # for all ranks to start and to collect the same tests
 _LAST_RESORT_S = 5.0  # between the dump of a test's stacks and the end of the job
 
 
-class PeerFailed(pytest.fail.Exception):
+class PeerFailed(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # an attribute of a function
     """This rank is fine, or was waiting; another one failed in the same phase of the same test."""
 
 
@@ -127,7 +128,7 @@ class Meeting:
             if failure and late and now >= call_again:
                 self._call(late)
                 call_again = now + 0.25
-            if failure and not told and now > start + 2:
+            if failure and late and not told and now > start + 2:
                 self._voice.say(f"{failure}\n(waiting for ranks {late} to leave this test)")
                 told = True
             if now > deadline:
@@ -150,6 +151,7 @@ class Meeting:
 
     def _on_call(self, _number: int, _frame: FrameType | None) -> None:
         """Leave the test that a peer failed in; the peer keeps calling until this rank comes."""
+        __tracebackhide__ = True
         if not self._may_interrupt or time.monotonic() < self._interrupted + 2:
             return  # on its way already; give its `finally` blocks time
         self._receive()
@@ -165,7 +167,7 @@ class Meeting:
 
 
 class Together:
-    """The pytest plugin of a rank: meetings around the phases of each test, a watchdog, quiet peers.
+    """The pytest plugin of a rank: meetings after the phases of a test, a watchdog, quiet peers.
 
     Args:
         config: Of this pytest run, which was started with --with-mpi or --only-mpi by a launcher.
@@ -180,7 +182,8 @@ class Together:
         if rank != 0:
             reporter = config.pluginmanager.get_plugin("terminalreporter")
             config.pluginmanager.unregister(reporter)
-            quiet = pytest.TerminalReporter(config, Path(os.devnull).open("w"))
+            nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the reporter
+            quiet = pytest.TerminalReporter(config, nowhere)
             config.pluginmanager.register(quiet, "terminalreporter")
 
     def pytest_sessionstart(self) -> None:
@@ -244,7 +247,8 @@ class Together:
         report = yield
         if report.failed and self._voice.rank != 0 and not isinstance(_error(call), PeerFailed):
             captured = "".join(f"\n--- {title}\n{text}" for title, text in report.sections)
-            self._voice.say(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}{captured}")
+            where = f"FAILED {report.nodeid} ({report.when})"
+            self._voice.say(f"{where}\n{report.longreprtext}{captured}")
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -276,6 +280,7 @@ class Together:
         self.failed = self.failed or bool(failures)
         return failures
 
+
 LIMIT = pytest.StashKey[float]()  # of a test: seconds until its stacks are printed
 
 
@@ -288,7 +293,7 @@ def limit_of(item: pytest.Item) -> float:
 
 
 def watch(item: pytest.Item) -> None:
-    """Print a test's stacks on every rank when its time is up; pytest-timeout ends the job later."""
+    """Print a test's stacks on every rank when its time is up; pytest-timeout ends it later."""
     item.stash[LIMIT] = limit_of(item)
     last = pytest.mark.timeout(item.stash[LIMIT] + 2 * _LAST_RESORT_S, method="thread")
     item.add_marker(last, append=False)

@@ -13,19 +13,19 @@ FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
 FLOORS = {
     "words": "errors types log config",
     "machine": "arrays arithmetic",
-    "backends": "backends.segment backends.page backends.mailbox backends.base backends.local "
-    "backends.shm backends.mpi backends",
+    "backends": "backends.segment backends.base backends.page backends.local backends.shm "
+    "backends.mpi backends",
     "groups": "topology process_set bucket fusion",
     "engine": "progress negotiation reducer",
     "root": "exits context",
-    "verbs": "collectives objects data optimizer",
+    "verbs": "queries collectives objects data optimizer",
     "doors": "hvdlite __main__",
 }
 ORDER = [name for floor in FLOORS.values() for name in floor.split()]
 
-# Libraries that are slow to load, or that start something: who may import them, and only when asked.
+# Libraries that load slowly or start something: who may import them, and only inside functions.
 GUESTS = {
-    "mpi4py": "backends.mailbox backends.mpi topology exits context",
+    "mpi4py": "backends.mpi topology context",
     "cupy": "arrays",
     "torch": "",
     "jax": "",
@@ -33,19 +33,21 @@ GUESTS = {
 
 
 def name_of(path: Path) -> str:
-    """`backends/shm.py` is `backends.shm`, `backends/__init__.py` is `backends`, and the top `hvdlite`."""
+    """The name in FLOORS: `backends/shm.py` is `backends.shm`, the top __init__.py `hvdlite`."""
     parts = [part for part in path.with_suffix("").parts if part != "__init__"]
     return ".".join(parts) or "hvdlite"
 
 
 def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[ast.stmt, str]]:
-    """Every import in a file of hvdlite's `package`, also inside functions, as absolute dotted names."""
+    """Every import in a file of `package`, inside functions too, as absolute dotted names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = ("hvdlite", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            base = node.module or ""
+            if node.level:  # `from .x` in hvdlite.package
+                above = ("hvdlite", *package)[: len(package) + 2 - node.level]
+                base = ".".join([*above, *base.split()])
             yield from ((node, f"{base}.{alias.name}") for alias in node.names)
 
 
@@ -58,7 +60,7 @@ def file_of(dotted: str) -> str:
 
 
 def runs_on_import(tree: ast.Module) -> set[ast.stmt]:
-    """The statements that run when the file is imported: not in functions, not for type checkers."""
+    """The statements that run on import: not those in functions, nor those for type checkers."""
     found: set[ast.stmt] = set()
     todo: list[ast.AST] = [tree]
     while todo:

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launch import job_environment
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("mpi4py", "cupy", "torch", "jax", "autograd", "sklearn", "tqdm", "matplotlib", "ml_dtypes")
+LIBRARIES = {"mpi4py", "cupy", "torch", "jax", "autograd", "sklearn", "matplotlib", "ml_dtypes"}
 
 
 def fresh(code, **env):
@@ -49,7 +50,7 @@ print(state() == before)
 
 
 def test_version_is_a_literal():
-    # An isolated build has no NumPy: setuptools must find the version without importing the package.
+    # An isolated build has no NumPy: setuptools must read the version without an import.
     body = ast.parse((ROOT / "hvdlite" / "__init__.py").read_text()).body
     values = [
         node.value

@@ -1,10 +1,12 @@
 """The parallel tests, started on 1 to 4 ranks; and what starts them."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
+
 from launch import RANK_NAMES, job_environment, launch, launched_rank, mpiexec
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def test_parallel_tests_pass(ranks):
     result = launch(ranks, ["-m", "pytest", "--with-mpi", "--only-mpi"], timeout=1400, cwd=ROOT)
     assert result.returncode == 0, result.text
-    print(result.stdout)
+    sys.stdout.write(result.stdout)  # pytest -rP shows it
 
 
 def test_ranks_know_each_other_and_the_exit_code_comes_back(tmp_path):
@@ -47,14 +49,14 @@ def test_a_job_that_hangs_shows_its_stacks_and_leaves_no_process(tmp_path):
         "import os, pathlib, subprocess, sys, time\n"
         "from mpi4py import MPI\n"
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        "rank = MPI.COMM_WORLD.rank\n"
-        f"pathlib.Path({str(tmp_path)!r}, f'pids{{rank}}').write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        "file = pathlib.Path(sys.argv[1], f'pids{MPI.COMM_WORLD.rank}')\n"
+        "file.write_text(f'{os.getpid()} {child.pid}')\n"
         "def wait_for_ever():\n"
         "    time.sleep(600)\n"
         "wait_for_ever()\n"
     )
     start = time.monotonic()
-    result = launch(2, script, timeout=15)
+    result = launch(2, [script, tmp_path], timeout=15)
     assert result.timed_out
     assert result.returncode != 0
     assert time.monotonic() - start < 35

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ("sh", "make", "awk", "cat", "echo", "id", "pwd", "rm", "tail", "touch")
+TOOLS = ("sh", "make", "awk", "cat", "date", "echo", "id", "pwd", "rm", "tail", "touch")
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 
@@ -70,8 +70,9 @@ def python_like(version, modules="exit 0"):
 
 def test_bare_make_lists_the_targets(machine):
     done = machine.make()
-    listed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")]
-    assert {"demo", "test", "test-%", "lint", "type", "check", "bench", "env", "clean"} <= set(listed)
+    listed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")}
+    wanted = {"demo", "test", "test-%", "lint", "type", "check", "bench", "env", "clean"}
+    assert wanted <= listed
     assert done.stderr == ""
 
 
@@ -202,7 +203,8 @@ def test_packages_that_cannot_be_had(machine):
 
 def test_system_mpi_without_a_library(machine):
     machine.program("mpiexec", "exit 0")
-    Installed(machine, ".venv-system", python='case "$*" in *mpi4py*) echo no libmpi; exit 1;; esac')
+    python = 'case "$*" in *mpi4py*) echo no libmpi; exit 1;; esac'
+    Installed(machine, ".venv-system", python)
     line = machine.refusal("demo", "MPI=system")
     assert "mpi4py cannot load an MPI library (no libmpi)" in line
     assert "MPI4PY_LIBMPI" in line

@@ -125,9 +125,9 @@ class Work:
 class Stream(Protocol):
     """The reductions of one optimizer, step after step.
 
-    A step: `begin(base, weight)`, then `launch(i)` for each work of the program in order, then
-    `conclude(record)` (or `launch(i, record)` for a last work that belongs to every rank of the
-    stream), then `advance()` until `finished()`.  From `launch(i)` until `is_done(i)` the slice
+    A step: `begin(base, parity, weight)`, then `launch(i)` for each work of the program in order,
+    then `conclude(record)` (or `launch(i, record)` for a last work that belongs to every rank of
+    the stream), then `advance()` until `finished()`.  From `launch(i)` until `is_done(i)` the slice
     belongs to the backend; at all other times to this rank.  Positions never turn back: a launch
     said twice counts once.
     """
@@ -159,8 +159,15 @@ class Stream(Protocol):
         """
         ...
 
-    def begin(self, weight: float) -> None:
-        """Open a step with this rank's weight."""
+    def begin(self, base: int, parity: int, weight: float) -> None:
+        """Open a step.
+
+        Args:
+            base: Sum over all steps before of their plans' number of buckets plus one; the same on
+                all ranks.
+            parity: Number of the step modulo 2.
+            weight: This rank's weight.
+        """
         ...
 
     def launch(self, i: int, record: bytes | None = None) -> None:
@@ -187,10 +194,6 @@ class Stream(Protocol):
         """The records of the finished step, in the order of `ranks`."""
         ...
 
-    def end(self) -> None:
-        """Close the finished step; the next `begin()` may follow."""
-        ...
-
     def missing(self) -> list[int]:
         """Ranks this rank waits for at present."""
         ...
@@ -208,7 +211,11 @@ class Backend(Protocol):
     """Moves bytes between ranks; `name` is what users write in `HVDLITE_BACKEND`."""
 
     name: str
-    control: Control
+
+    @property
+    def control(self) -> Control:
+        """Its message side."""
+        ...
 
     def open_stream(
         self, stream_id: int, ranks: tuple[int, ...], agree: "Agree"

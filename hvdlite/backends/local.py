@@ -49,7 +49,7 @@ class LocalStream:
     name = "local"
 
     def __init__(self, rank: int) -> None:
-        self.ranks = (rank,)
+        self.ranks: tuple[int, ...] = (rank,)
         self.buffers: list[Array] = []
         self._record = b""
 
@@ -60,7 +60,7 @@ class LocalStream:
     def program(self, works: Sequence[Work], num_positions: int) -> None:
         """See `Stream.program`."""
 
-    def begin(self, weight: float) -> None:
+    def begin(self, base: int, parity: int, weight: float) -> None:
         """See `Stream.begin`."""
 
     def launch(self, i: int, record: bytes | None = None) -> None:
@@ -85,9 +85,6 @@ class LocalStream:
     def records(self) -> list[bytes]:
         """See `Stream.records`."""
         return [self._record]
-
-    def end(self) -> None:
-        """See `Stream.end`."""
 
     def missing(self) -> list[int]:
         """See `Stream.missing`."""

@@ -66,7 +66,7 @@ class MpiControl:
         self._peers = [r for r in range(self.size) if r != self.rank]
         length = _PREFIX + _HEADER_BYTES + _MAX_PAYLOAD
         self._inboxes = {r: np.zeros(length, np.uint8) for r in self._peers}
-        self._prefixes = {r: memoryview(self._inboxes[r])[:_PREFIX].cast("q") for r in self._peers}
+        self._prefixes = {r: self._inboxes[r].data[:_PREFIX].cast("q") for r in self._peers}
         self._receives = {
             r: comm.Recv_init([self._inboxes[r], _byte()], source=r, tag=_CONTROL_TAG)
             for r in self._peers
@@ -98,7 +98,7 @@ class MpiControl:
             while receive.Test():  # also true while it has not been started
                 if prefix[0]:
                     middle = _PREFIX + prefix[1]
-                    inbox = memoryview(self._inboxes[r])
+                    inbox = self._inboxes[r].data
                     header = marshal.loads(inbox[_PREFIX:middle])
                     self._route(r, header, inbox[middle : middle + prefix[2]], deliver)
                     prefix[0] = 0
@@ -200,8 +200,13 @@ class MpiStream:
         longest = max((work.scratch_nbytes for work in self._works), default=0)
         self._scratch = [aligned_zeros(longest) for _ in range(min(_WINDOW, len(works)))]
 
-    def begin(self, weight: float) -> None:
+    def begin(self, base: int, parity: int, weight: float) -> None:
         """See `Stream.begin`."""
+        for past in [key for key in self._weights if key[0] < base]:
+            self._weights.pop(past, None)
+        for past in [key for key in self._records if key[0] < base]:
+            self._records.pop(past, None)
+        self._base = base
         self._next = self._launched = 0
         for work in self._works:
             work.reset()
@@ -265,14 +270,6 @@ class MpiStream:
     def records(self) -> list[bytes]:
         """See `Stream.records`."""
         return [self._records[self._base, q] for q in self.ranks]
-
-    def end(self) -> None:
-        """See `Stream.end`."""
-        base = self._base
-        for q in self.ranks:
-            self._records.pop((base, q), None)
-            self._weights.pop((base, q), None)
-        self._base = base + self._num_positions + 1
 
     def missing(self) -> list[int]:
         """See `Stream.missing`."""

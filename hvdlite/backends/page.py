@@ -1,15 +1,15 @@
 """The control page of one machine: a shared segment with a table of short messages per rank.
 
     row of rank r  (only r writes it)
-    ┌────────────┬────────┬───────────────┬──────────────────────────┬──────┬───────────────────────┐
-    │ pid  state │ posted │ seen[author]  │ entries: serial, lengths, │ note │ data: small and large │
-    └────────────┴────────┴───────────────┴──────────────────────────┴──────┴───────────────────────┘
+    ┌────────────┬────────┬──────────────┬─────┬──────────────────────────┬──────┬────────────────┐
+    │ pid  state │ posted │ seen[author] │ log │ entries: serial, lengths │ note │ small and large│
+    └────────────┴────────┴──────────────┴─────┴──────────────────────────┴──────┴────────────────┘
 
-A rank posts a message by filling a free entry of its own row and then raising `posted`.  Every
-other rank sees the counter, reads the entries that are for it, and raises `seen[author]` in its
-own row; an entry is free again when all it was for have seen it.  Counters only grow, so they are
-read without a lock; what was done is always derived from them, so that nothing breaks when a
-signal handler raises in between.
+A rank posts a message by filling a free entry of its own row, noting in its log which one, and then
+raising `posted`.  Every other rank sees the counter, reads the entries that are for it, and raises
+`seen[author]` in its own row; an entry is free again when all it was for have seen it.  Counters
+only grow, so they are read without a lock; what was done is always derived from them, so that
+nothing breaks when a signal handler raises in between.
 """
 
 import marshal
@@ -17,6 +17,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from hvdlite.arithmetic import Step
@@ -30,6 +31,7 @@ _PID, _STATE, _POSTED, _SEEN = 0, 1, _LINE, 2 * _LINE
 _SERIAL, _HEADER_LENGTH, _PAYLOAD_LENGTH, _MASKS = 0, 1, 2, 3
 _MASK_BITS, _NUM_MASKS = 62, 5
 _ENTRY_WORDS = _LINE
+_LOG_WORDS = 512  # the last so many messages are found without a search
 MAX_RANKS = _MASK_BITS * _NUM_MASKS
 _NOTE_BYTES = 1024
 _HEADER_BYTES = 2048
@@ -82,7 +84,8 @@ class ControlPage:
         self.small_payload = _SMALL_BYTES - _HEADER_BYTES
         num_large = max(4, (arena_bytes - _NUM_SMALL * _SMALL_BYTES) // _LARGE_BYTES)
         self._num_entries = _NUM_SMALL + num_large
-        self._entries = _SEEN + -(-size // _LINE) * _LINE
+        self._log = _SEEN + -(-size // _LINE) * _LINE
+        self._entries = self._log + _LOG_WORDS
         note = self._entries + self._num_entries * _ENTRY_WORDS
         data = (note * _WORD + _NOTE_BYTES + 4095) // 4096 * 4096
         self._note_offset = note * _WORD
@@ -135,6 +138,7 @@ class ControlPage:
             mine[at + _MASKS + k] = mask
         serial = mine[_POSTED] + 1
         mine[at + _SERIAL] = serial
+        mine[self._log + serial % _LOG_WORDS] = i
         fence()
         mine[_POSTED] = serial
         self._next[large] = i + 1
@@ -143,21 +147,21 @@ class ControlPage:
     def _free_entry(self, large: bool) -> int:
         first, last = (_NUM_SMALL, self._num_entries) if large else (0, _NUM_SMALL)
         start = self._next[large]
-        for i in (*range(start, last), *range(first, min(start, last))):
+        for i in chain(range(start, last), range(first, min(start, last))):
             if self._is_free(i):
                 return i
         return -1
 
     def _is_free(self, i: int) -> bool:
-        serial = self._mine[self._entries + i * _ENTRY_WORDS + _SERIAL]
+        serial: int = self._mine[self._entries + i * _ENTRY_WORDS + _SERIAL]
         if not serial:
             return True
         seen = _SEEN + self.rank
         words, gone = self._words, self._gone
-        return all(
-            words[r][seen] >= serial or r in gone or words[r][_STATE] >= RankState.LEFT
-            for r in self._readers.get(i, ())
-        )
+        for r in self._readers.get(i, ()):
+            if words[r][seen] < serial and r not in gone and words[r][_STATE] < RankState.LEFT:
+                return False
+        return True
 
     def poll(self, deliver: Deliver) -> bool:
         """See `Control.poll`."""
@@ -173,22 +177,31 @@ class ControlPage:
         return found
 
     def _read(self, author: int, seen: int, posted: int, deliver: Deliver) -> bool:
-        row, data = self._words[author], self._bytes[author]
-        first = self._entries
-        last = first + self._num_entries * _ENTRY_WORDS
-        serials = row[first:last:_ENTRY_WORDS].tolist()
-        fresh = sorted((s, i) for i, s in enumerate(serials) if seen < s <= posted)
+        row, data, first = self._words[author], self._bytes[author], self._entries
         word, bit = _MASKS + self.rank // _MASK_BITS, 1 << self.rank % _MASK_BITS
         found = False
-        for _, i in fresh:
+        for serial, i in self._fresh(row, seen, posted):
             at = first + i * _ENTRY_WORDS
-            if row[at + word] & bit:
+            # An entry with another serial is in use again, so its message was for others.
+            if row[at + _SERIAL] == serial and row[at + word] & bit:
                 start = self._data[i]
                 middle = start + row[at + _HEADER_LENGTH]
                 payload = data[middle : middle + row[at + _PAYLOAD_LENGTH]]
                 deliver(author, marshal.loads(data[start:middle]), payload)
                 found = True
         return found
+
+    def _fresh(self, row: memoryview, seen: int, posted: int) -> list[tuple[int, int]]:
+        """Serials and entries of the messages after `seen`, in order."""
+        log = self._log
+        serials = range(seen + 1, posted + 1)
+        if len(serials) < _LOG_WORDS:
+            fresh = [(serial, row[log + serial % _LOG_WORDS]) for serial in serials]
+            if row[_POSTED] - seen < _LOG_WORDS:  # else the author has gone round meanwhile
+                return fresh
+        first, last = self._entries, self._entries + self._num_entries * _ENTRY_WORDS
+        everything = row[first:last:_ENTRY_WORDS].tolist()
+        return sorted((s, i) for i, s in enumerate(everything) if seen < s <= posted)
 
     def flushed(self, ranks: Sequence[int]) -> bool:
         """See `Control.flushed`; what is posted here lies where the others read it."""

@@ -43,8 +43,8 @@ class ShmStream:
         self._rank, self._me = rank, ranks.index(rank)
         self._block_elements = block_elements
         flags = self._share([_FLAG_WORDS * _WORD] * len(ranks), agree)
-        self._flags = [memoryview(row).cast("q") for row in flags]
-        self._weights = [memoryview(row).cast("d") for row in flags]
+        self._flags = [row.data.cast("q") for row in flags]
+        self._weights = [row.data.cast("d") for row in flags]
         self._mine = self._flags[self._me]
         self._rows: list[list[Array]] = []  # per region: everybody's buffer
         self._records: list[Array] = []  # everybody's two records
@@ -93,11 +93,12 @@ class ShmStream:
             (self._flags[self.ranks.index(q)], offset, q) for q, offset in sorted(last.items())
         ]
 
-    def begin(self, weight: float) -> None:
+    def begin(self, base: int, parity: int, weight: float) -> None:
         """See `Stream.begin`."""
+        self._base, self._parity = base, parity
         self._next = 0
         self._concluded = 0
-        self._weights[self._me][_WEIGHTS + self._parity] = weight
+        self._weights[self._me][_WEIGHTS + parity] = weight
 
     def launch(self, i: int, record: bytes | None = None) -> None:
         """See `Stream.launch`."""
@@ -165,11 +166,6 @@ class ShmStream:
         start = self._parity * self._record_slot
         return [row[start : start + self._record_nbytes].tobytes() for row in self._records]
 
-    def end(self) -> None:
-        """See `Stream.end`."""
-        self._base += self._num_positions + 1
-        self._parity ^= 1
-
     def missing(self) -> list[int]:
         """See `Stream.missing`."""
         late: set[int] = set()
@@ -207,7 +203,7 @@ class _CompiledWork:
 
     def __init__(
         self, work: Work, rows: Sequence[int], me: int, flags: Sequence[memoryview],
-        weights: Sequence[memoryview], buffers: Sequence[Array], block_elements: int,
+        weights: Sequence["memoryview[float]"], buffers: Sequence[Array], block_elements: int,
     ) -> None:
         self.offset = work.index + 1
         self.peers = tuple(q for q in rows if q != me)

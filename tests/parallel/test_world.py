@@ -1,6 +1,7 @@
 """The fixtures that the other parallel tests stand on."""
 
 import pytest
+
 from ranks import assert_all
 
 pytestmark = pytest.mark.mpi(min_size=1)
