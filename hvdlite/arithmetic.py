@@ -6,8 +6,10 @@ byte code runs between two of them, so a signal handler that raises meets a redu
 begun or finished, never half done.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import starmap
 from operator import call
 from typing import Any
@@ -99,6 +101,7 @@ class Reduction:
         self.is_linear = op in (ReduceOp.SUM, ReduceOp.AVERAGE)
         self.compute = np.dtype(np.float32) if is_half(dtype) else dtype
         self._ufunc = (_BOOL_UFUNCS if dtype.kind == "b" else _UFUNCS)[op]
+        self._real = self.compute.type(0).real.dtype if self.compute.kind == "c" else self.compute
         self._scratch: dict[int, list[Array]] = {}
 
     def steps(
@@ -115,12 +118,12 @@ class Reduction:
         Returns:
             Calls for `run()`.
         """
+        if weights is not None:
+            return self._weighted_steps(blocks, outs, weights)
         if self.dtype.kind in "iu":
             return self._integer_steps(blocks, outs)
         if self.dtype.kind == "b":
             return [*self._fold(blocks, outs[0]), *_copies(outs)]
-        if weights is not None:
-            return self._weighted_steps(blocks, outs, weights)
         factor = self.prescale * self.postscale if self.is_linear else self.postscale
         if self.op is ReduceOp.AVERAGE:
             factor /= self.num_ranks
@@ -130,27 +133,42 @@ class Reduction:
             return self._wide_steps(blocks, outs, factors, factor)
         steps = self._fold(blocks, outs[0])
         if factor != 1.0:
-            steps.append((np.multiply, outs[0], self._scalar(factor), outs[0]))
+            steps.append(self._scale(outs[0], factor))
         return [*steps, *_copies(outs)]
 
     def _weighted_steps(
         self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float]
     ) -> list[Step]:
         """Sum w g / sum w; an operand of weight 0 is left out, for it may hold anything (NaN)."""
-        total = sum(weights)
-        if total == 0:
+        if not any(weights):
             return [(np.copyto, out, 0, "unsafe") for out in outs]
-        used = [rank for rank, weight in enumerate(weights) if weight]
-        factor = self.prescale * self.postscale / total
+        exponent = math.frexp(max(weights))[1]  # only the ratios count: keep away from the ends
+        scaled = [math.ldexp(weight, -exponent) for weight in weights]
+        used = [rank for rank, weight in enumerate(scaled) if weight]
+        factor = self.prescale * self.postscale / sum(scaled)
+        wide = self
+        if self.dtype.kind in "iu":  # weights are no integers; truncated in the end
+            wide = Reduction(self.op, np.dtype(np.float64), self.num_ranks)
         chosen = [blocks[rank] for rank in used]
-        return self._wide_steps(chosen, outs, [weights[rank] for rank in used], factor)
+        return wide._wide_steps(chosen, outs, [scaled[rank] for rank in used], factor)
 
     def _fold(self, blocks: Sequence[Array], out: Array) -> list[Step]:
         """Combine in rank order, straight in the operands' own type."""
         if len(blocks) == 1:
             return [] if out is blocks[0] else [(np.copyto, out, blocks[0])]
-        steps: list[Step] = [(self._ufunc, blocks[0], blocks[1], out)]
-        return steps + [(self._ufunc, out, block, out) for block in blocks[2:]]
+        steps = [self._combine(blocks[0], blocks[1], out)]
+        return steps + [self._combine(out, block, out) for block in blocks[2:]]
+
+    def _combine(self, first: Array, second: Array, out: Array) -> Step:
+        if self.op in (ReduceOp.MIN, ReduceOp.MAX):  # NumPy wants their `out` by keyword
+            return (partial(self._ufunc, first, second, out=out),)
+        return (self._ufunc, first, second, out)
+
+    def _scale(self, target: Array, factor: float) -> Step:
+        """Multiply by a real factor; a complex number's parts each on their own."""
+        parts = target.view(self._real) if target.dtype.kind == "c" else target
+        with np.errstate(all="ignore"):
+            return (np.multiply, parts, np.asarray(factor, self._real), parts)
 
     def _wide_steps(
         self,
@@ -166,11 +184,11 @@ class Reduction:
             target = operand if rank else total
             steps.append((np.copyto, target, block, "unsafe"))
             if before is not None and before[rank] != 1.0:
-                steps.append((np.multiply, target, self._scalar(before[rank]), target))
+                steps.append(self._scale(target, before[rank]))
             if rank:
-                steps.append((self._ufunc, total, operand, total))
+                steps.append(self._combine(total, operand, total))
         if factor != 1.0:
-            steps.append((np.multiply, total, self._scalar(factor), total))
+            steps.append(self._scale(total, factor))
         return [*steps, (np.copyto, outs[0], total, "unsafe"), *_copies(outs)]
 
     def _integer_steps(self, blocks: Sequence[Array], outs: Sequence[Array]) -> list[Step]:
@@ -188,7 +206,7 @@ class Reduction:
             if self.num_ranks > 1:
                 divisor = self.dtype.type(self.num_ranks) if self._holds(self.num_ranks) else None
                 if divisor is None:  # int8 over more than 127 ranks
-                    steps += self._scale_integers(out, out, 1.0 / self.num_ranks)
+                    steps += self._scale_integers(out, out, 1.0, self.num_ranks)
                 else:
                     rest = self._scratch_pair(out.size)[0]
                     steps += [
@@ -197,29 +215,28 @@ class Reduction:
                         (np.floor_divide, out, divisor, out),
                     ]
         else:
-            average = self.num_ranks if self.op is ReduceOp.AVERAGE else 1
-            steps += self._scale_integers(out, out, self.postscale / average)
+            count = self.num_ranks if self.op is ReduceOp.AVERAGE else 1
+            steps += self._scale_integers(out, out, self.postscale, count)
         return [*steps, *_copies(outs)]
 
     def _holds(self, value: int) -> bool:
         info = np.iinfo(self.dtype)
         return int(info.min) <= value <= int(info.max)
 
-    def _scale_integers(self, source: Array, target: Array, factor: float) -> list[Step]:
-        if factor == 1.0:
+    def _scale_integers(
+        self, source: Array, target: Array, factor: float, divisor: int = 1
+    ) -> list[Step]:
+        """Source times factor / divisor, truncated toward zero."""
+        if factor == divisor == 1:
             return [] if source is target else [(np.copyto, target, source)]
-        if factor.is_integer() and self._holds(int(factor)):
+        if divisor == 1 and factor.is_integer() and self._holds(int(factor)):
             return [(np.multiply, source, self.dtype.type(int(factor)), target)]
         wide = np.empty(source.shape, np.float64)
         return [
             (np.multiply, source, np.float64(factor), wide),
+            (np.divide, wide, np.float64(divisor), wide),
             (np.copyto, target, wide, "unsafe"),  # the cast truncates toward zero
         ]
-
-    def _scalar(self, value: float) -> Array:
-        """`value` as a 0-d array of the compute type, so that no product is widened."""
-        real = self.compute.type(0).real.dtype if self.compute.kind == "c" else self.compute
-        return np.asarray(value, real)
 
     def _scratch_pair(self, size: int) -> list[Array]:
         """Two work arrays of `size` elements; shared by blocks, which run one after the other."""

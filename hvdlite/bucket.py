@@ -176,8 +176,10 @@ class Plan:
             plan = cls(
                 buckets, memory, int(values["fusion_threshold"]), int(values["first_bucket"])
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
             raise ConfigError(f"this is no bucket plan: {type(exc).__name__}: {exc}") from exc
+        if any(len(bucket.names) != len(bucket.offsets) for bucket in buckets):
+            raise ConfigError("this is no bucket plan: a bucket has not one offset a name")
         if sorted(memory) != list(range(len(buckets))):
             raise ConfigError(f"this is no bucket plan: memory order {memory}")
         return plan
@@ -198,7 +200,7 @@ class Plan:
         """
         try:
             values = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as exc:
+        except ValueError as exc:  # no JSON, or no text
             raise ConfigError(f"{path} holds no bucket plan: {exc}") from exc
         if not isinstance(values, dict):
             raise ConfigError(f"{path} holds no bucket plan")
@@ -282,7 +284,7 @@ def plan_buckets(
         group = open_.setdefault(key, [])
         capacity = fusion_threshold if key in closed else min(first_bucket, fusion_threshold)
         size = align(spec.nbytes)
-        if group and filled[key] + size > capacity:
+        if group and (not capacity or filled[key] + size > capacity):
             closed.setdefault(key, []).append(_close(group))
             group.clear()
         filled[key] = size + (filled[key] if group else 0)

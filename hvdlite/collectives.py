@@ -263,6 +263,7 @@ def call_name(context: Context, set_id: int, kind: str, name: str | None) -> str
         ValueError: The user's name is no string that can be sent.
     """
     if name is None:
+        context.progress.check_free(kind)  # before the call is counted
         return context.matcher.unnamed(set_id, kind)
     if not isinstance(name, str) or not name or name[0] == "\0":
         raise ValueError(f"{kind}: name must be a non-empty string, got {name!r}")

@@ -132,7 +132,7 @@ class Config:
     )
     deterministic: bool = _knob(
         False,
-        "Sum in rank order on every backend; costs bandwidth.",
+        "Sum in rank order; every backend of this version does so anyway.",
         "flag",
     )
     abort_on_error: bool = _knob(
@@ -165,23 +165,21 @@ class Config:
     )
     stall_check_time_seconds: float = _knob(
         60.0,
-        "After this time of waiting say who is missing (0: never).",
+        "Say who is missing after this time of waiting; in a later version.",
         "seconds",
         high=_WEEK,
-        horovod="HOROVOD_STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_time_seconds: float = _knob(
         0.0,
-        "After this time of waiting give up with CollectiveTimeoutError (0: never).",
+        "Give up after this time of waiting (0: never); in a later version.",
         "seconds",
         high=_WEEK,
-        horovod="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     )
     eager_arena: int = _knob(
         4 * 2**20,
         "Shared memory of each rank for calls outside an optimizer; larger arrays go in chunks.",
         "bytes",
-        low=256 * 2**10,
+        low=2 * 2**20,
         high=2**30,
     )
     block_elements: int = _knob(

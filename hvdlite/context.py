@@ -23,12 +23,13 @@ from hvdlite.backends.shm import ShmBackend
 from hvdlite.config import Config, note_ignored
 from hvdlite.errors import (
     BackendUnavailableError,
+    ConfigError,
     HvdliteError,
     NotInitializedError,
     ShutDownError,
 )
 from hvdlite.exits import Exits
-from hvdlite.negotiation import Matcher
+from hvdlite.negotiation import Matcher, check_contents, check_words
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.progress import Progress
 from hvdlite.reducer import Reducer
@@ -47,10 +48,18 @@ class Context:
         config: Settings.
         mpi: The module `mpi4py.MPI`; None: no MPI.
         threads_multiple: Whether MPI was initialized for several threads.
+        content: What else all ranks must pass alike, by name.
+        error: What this rank found wrong with its arguments; then all raise.
+
+    Raises:
+        Exception: `error` itself, on the rank that has one.
+        HorovodInternalError: Another rank has one; quoted.
+        MismatchError: On every rank: settings or contents differ.
     """
 
     def __init__(
-        self, comm: "MPI.Intracomm | None", config: Config, mpi: Any, threads_multiple: bool
+        self, comm: "MPI.Intracomm | None", config: Config, mpi: Any, threads_multiple: bool,
+        content: Mapping[str, str], error: Exception | None = None,
     ) -> None:
         self.config, self.mpi, self.threads_multiple = config, mpi, threads_multiple
         self.pid = os.getpid()
@@ -63,6 +72,7 @@ class Context:
         self.rank, self.size = self.topology.rank, self.topology.size
         log.configure(self.rank, self.size, config.log_level)
         try:
+            self._agree_to_start(content, error)
             topology.check_one_machine(self.topology)
             self.backend: Backend = self._choose_backend()
         except BaseException:
@@ -79,9 +89,19 @@ class Context:
             self.rank, self.size, self._abort, self._announce_failure, self.close,
             config.abort_on_error and self.size > 1,
         )
-        self.exits.install()
 
     # ---- construction ----------------------------------------------------------------------
+
+    def _agree_to_start(self, content: Mapping[str, str], error: Exception | None) -> None:
+        """All ranks are here: go on together, or raise together."""
+        config = self.config
+        own = {"backend": config.backend, "eager_arena": str(config.eager_arena), **content}
+        word = None if error is None else f"{type(error).__name__}: {error}"
+        said = self._comms[0].allgather((word, own)) if self._comms else [(word, own)]
+        if error is not None:
+            raise error
+        check_words("init", range(self.size), [text for text, _ in said])
+        check_contents("init", range(self.size), [list(facts.items()) for _, facts in said])
 
     def _own(self, comm: Any) -> Any:
         self._comms.append(comm)
@@ -285,8 +305,9 @@ _FORKED = (
     "this process was forked from a rank; MPI and shared memory belong to the parent. Start "
     "helpers by 'spawn' or 'forkserver', or do not call hvdlite in them"
 )
-_current: Context | None = None  # with the next line, the only mutable module state in hvdlite
+_current: Context | None = None  # with the next two, the only mutable module state in hvdlite
 _was_shut_down = False
+_startup_exits: Exits | None = None  # while init() is under way, or has failed
 
 
 def init(
@@ -325,14 +346,21 @@ def init(
             if made.ranks not in known:
                 context.add_process_set(made)
         return context
-    settings = Config.resolve(config, os.environ)
+    settings, error = Config(), None
+    sets: list[ProcessSet] = []
+    try:
+        settings = Config.resolve(config, os.environ)
+        _refuse_what_comes_later(settings)
+        sets = [new if isinstance(new, ProcessSet) else ProcessSet(new) for new in process_sets]
+    except (ValueError, TypeError) as exc:  # raised once all ranks know
+        error = exc
     log.configure(0, 1, settings.log_level)
-    context = _make_context(comm, settings)
+    context = _make_context(comm, settings, {"process_sets": str(sets)}, error)
     note_ignored(os.environ)
     _current, _was_shut_down = context, False
     try:
-        for new in process_sets:
-            context.add_process_set(new)
+        for new_set in sets:
+            context.add_process_set(new_set)
     except BaseException:
         shutdown()
         raise
@@ -340,27 +368,60 @@ def init(
     return context
 
 
-def _make_context(comm: Any, settings: Config) -> Context:
+def _refuse_what_comes_later(settings: Config) -> None:
+    """A setting that does nothing yet must not look as if it did."""
+    for name in ("stall_check_time_seconds", "stall_shutdown_time_seconds"):
+        if getattr(settings, name) != getattr(Config(), name):
+            raise ConfigError(
+                f"{name} (HVDLITE_{name.upper()}): stall reports come with a later version of "
+                "hvdlite; leave it out"
+            )
+
+
+def _make_context(
+    comm: Any, settings: Config, content: Mapping[str, str], error: Exception | None
+) -> Context:
+    global _startup_exits  # noqa: PLW0603 - see init()
     mpi, reason = topology.load_mpi(os.environ)
     if mpi is None:
+        if error is not None:
+            raise error
         if comm is not None and list(comm) != [0]:
             raise HvdliteError(f"init(comm={comm!r}): no MPI library can be loaded ({reason})")
         log.logger.warning("no MPI library can be loaded (%s); running as one rank", reason)
-        return Context(None, settings, None, True)
-    threads_multiple = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        return _started(Context(None, settings, None, True, content))
+    if _startup_exits is None and mpi.COMM_WORLD.size > 1:
+        # Until the ranks have met, an error of one of them must end the job for all.
+        world = mpi.COMM_WORLD
+        _startup_exits = Exits(
+            world.rank, world.size, world.Abort, lambda _: None, lambda: None,
+            settings.abort_on_error,
+        )
+        _startup_exits.install()
+    facts = (settings, mpi, mpi.Query_thread() == mpi.THREAD_MULTIPLE, content, error)
     if comm is None:
-        return Context(mpi.COMM_WORLD, settings, mpi, threads_multiple)
+        return _started(Context(mpi.COMM_WORLD, *facts))
     if isinstance(comm, mpi.Intracomm):
-        return Context(comm, settings, mpi, threads_multiple)
+        return _started(Context(comm, *facts))
     if isinstance(comm, Sequence) and not isinstance(comm, str | bytes):
         chosen = topology.group_of(mpi, [int(r) for r in comm])
         try:
-            return Context(chosen, settings, mpi, threads_multiple)
+            return _started(Context(chosen, *facts))
         finally:
             chosen.Free()
     raise TypeError(
         f"init(comm=...): an mpi4py communicator or a list of ranks, got {type(comm).__name__}"
     )
+
+
+def _started(context: Context) -> Context:
+    """The Context watches over the end of this process from now on."""
+    global _startup_exits  # noqa: PLW0603 - see init()
+    if _startup_exits is not None:
+        _startup_exits.remove()
+        _startup_exits = None
+    context.exits.install()
+    return context
 
 
 def shutdown() -> None:

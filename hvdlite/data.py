@@ -31,7 +31,7 @@ def shard(
         Indices (int64) for a number; the rows of an array. Rank r has places r, r + size, ... of
         the permutation, so the k-th samples of all ranks together are its k-th `size` samples.
     Raises:
-        ValueError: A negative number, a tail that is neither, or nothing to pad from.
+        ValueError: A negative number, or a tail that is neither.
         TypeError: Neither a number nor an array.
     """
     context = current()

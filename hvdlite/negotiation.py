@@ -14,6 +14,7 @@ without harm (serial numbers, offsets), because a signal handler may raise in th
 
 import hashlib
 import pickle
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,6 +179,7 @@ class Matcher:
         self._announced: set[tuple[int, int]] = set()  # calls whose data comes in pieces
         self._early: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
+        self._unposted: deque[Ticket] = deque()  # in the order of their serial numbers
         self._is_sending = False  # some call can go on without a message
         if control.size > 1:
             progress.add(self, self.advance)
@@ -209,9 +211,11 @@ class Matcher:
         post = _Post(ticket.serial, ticket.signature, ticket.data.size, ticket.extra, inline)
         self._posts.setdefault(key, {}).setdefault(self.rank, {})[ticket.serial] = post
         self._tickets.setdefault(key, []).append(ticket)
+        self._unposted.append(ticket)
         self._is_sending = True
         self.progress.nudge(self.advance)
         if len(ticket.ranks) == 1:
+            ticket.is_posted = True
             self._advance_ticket(key, ticket)
         return ticket
 
@@ -232,6 +236,7 @@ class Matcher:
 
     def call(self, ticket: Ticket) -> Any:
         """Submit and wait; a wait that is broken off leaves the call to finish by itself."""
+        self.progress.check_free(ticket.what)
         self.submit(ticket)
         try:
             return self.wait(ticket)
@@ -257,13 +262,33 @@ class Matcher:
         if not moved and not self._is_sending:
             return False  # every call waits for a message
         self._is_sending = True  # until it is known better
-        is_sending = False
+        moved = self._post() or moved
+        is_sending = bool(self._unposted)
         for key, tickets in tuple(self._tickets.items()):
             for ticket in tuple(tickets):
                 if self._advance_ticket(key, ticket):
                     moved = True
                 is_sending = is_sending or not ticket.waits_for_messages
         self._is_sending = is_sending
+        return moved
+
+    def _post(self) -> bool:
+        """[1] Post calls in order: the members tell a repeated post by its serial number."""
+        moved = False
+        while self._unposted:
+            ticket = self._unposted[0]
+            if not ticket.is_posted:
+                key = (ticket.set_id, ticket.name)
+                post = self._posts[key][self.rank][ticket.serial]
+                others = tuple(r for r in ticket.ranks if r != self.rank)
+                header = (
+                    _CALL, post.serial, *key, post.signature, post.nbytes, post.extra,
+                    post.inline is not None,
+                )
+                if others and not self.control.post(others, header, post.inline or b""):
+                    return moved
+                ticket.is_posted = moved = True
+            self._unposted.popleft()
         return moved
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
@@ -290,16 +315,9 @@ class Matcher:
             return False
         others = tuple(r for r in ticket.ranks if r != self.rank)
         moved = False
-        if not ticket.is_posted:
-            post = self._posts[key][self.rank][ticket.serial]
-            header = (
-                _CALL, post.serial, *key, post.signature, post.nbytes, post.extra,
-                post.inline is not None,
-            )
-            if others and not self.control.post(others, header, post.inline or b""):
-                return False
-            ticket.is_posted = moved = True
         if not ticket.is_moving:
+            if not ticket.is_posted:
+                return False
             if not ticket.posts and ticket is not self._tickets[key][0]:
                 return moved
             if not self._match(key, ticket):
@@ -318,13 +336,13 @@ class Matcher:
 
     def _match(self, key: tuple[int, str], ticket: Ticket) -> bool:
         """[2] Compare, once a post of every member is here; whether it is."""
-        filed = self._posts[key]
+        filed = self._posts.setdefault(key, {})
         if not ticket.posts:
             if not all(filed.get(r) for r in ticket.ranks):
                 return False
             ticket.posts = {r: filed[r][min(filed[r])] for r in ticket.ranks}
         for r, post in ticket.posts.items():
-            filed[r].pop(post.serial, None)
+            filed.get(r, {}).pop(post.serial, None)
         if not any(filed.values()):
             self._posts[key] = {}
         signatures = {r: ticket.posts[r].signature for r in ticket.ranks}
@@ -332,7 +350,11 @@ class Matcher:
             ticket.error = MismatchError(_explain(ticket, signatures))
         else:
             if ticket.transfer is None:
-                ticket.transfer = self._plan_transfer(ticket)
+                try:
+                    ticket.transfer = self._plan_transfer(ticket)
+                except Exception as exc:  # no memory for the result, say
+                    ticket.error = exc
+                    ticket.transfer = _Transfer([], {}, [])
             incoming = ticket.transfer.incoming
             self._incoming.update(incoming)
             for where, stream in incoming.items():
@@ -443,6 +465,7 @@ class Matcher:
         Collective:
             All of `ranks`, in the same order among calls with the same `what`.
         """
+        self.progress.check_free(what)  # before the call is counted
         return list(self.call(self.object_ticket(set_id, ranks, what, value)))
 
     def object_ticket(self, set_id: int, ranks: tuple[int, ...], what: str, value: Any) -> Ticket:
@@ -477,13 +500,42 @@ class Matcher:
         said = self.exchange(set_id, ranks, what, (word, digest))
         if error is not None:
             raise error
-        failed = [(r, text) for r, (text, _) in zip(ranks, said, strict=True) if text]
-        if failed:
-            quotes = "; ".join(f"rank {r}: {text}" for r, text in failed)
-            raise HorovodInternalError(f"{what} failed on another rank, so on all: {quotes}")
+        check_words(what, ranks, [text for text, _ in said])
         if len({d for _, d in said}) > 1:
-            everything = self.exchange(set_id, ranks, what, items)
-            raise MismatchError(_compare(what, dict(zip(ranks, everything, strict=True))))
+            check_contents(what, ranks, self.exchange(set_id, ranks, what, items))
+
+
+def check_words(what: str, ranks: Sequence[int], words: Sequence[str | None]) -> None:
+    """Raise HorovodInternalError, quoting them, if any rank has handed in an error."""
+    failed = [(r, text) for r, text in zip(ranks, words, strict=True) if text]
+    if failed:
+        quotes = "; ".join(f"rank {r}: {text}" for r, text in failed)
+        raise HorovodInternalError(f"{what} failed on another rank, so on all: {quotes}")
+
+
+def check_contents(
+    what: str, ranks: Sequence[int], everything: Sequence[Sequence[tuple[str, str]]]
+) -> None:
+    """Raise MismatchError, naming at most ten items, unless all ranks have the same."""
+    items: dict[str, dict[int, str]] = {}
+    for r, pairs in zip(ranks, everything, strict=True):
+        for item, text in pairs:
+            items.setdefault(item, {})[r] = text
+    lines = []
+    for item, texts in items.items():
+        lacking = [r for r in ranks if r not in texts]
+        if lacking or len(set(texts.values())) > 1:
+            by_text: dict[str, list[int]] = {}
+            for r, text in texts.items():
+                by_text.setdefault(text, []).append(r)
+            parts = [f"{text} on ranks {who}" for text, who in by_text.items()]
+            parts += [f"missing on ranks {lacking}"] if lacking else []
+            lines.append(f"  {item}: " + "; ".join(parts))
+    if lines:
+        more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
+        raise MismatchError("\n".join([
+            f"{what}: the ranks do not pass the same", *lines[:10], *more
+        ]))
 
 
 def separate(sizes: Sequence[int], _: Sequence[Any]) -> list[Array]:
@@ -509,23 +561,3 @@ def _explain(ticket: Ticket, signatures: Mapping[int, Signature]) -> str:
         f"{ticket.what}: the ranks do not make the same call\n" + "\n".join(lines)
         + "\nNothing was reduced or sent; the next call works."
     )
-
-
-def _compare(what: str, everything: Mapping[int, list[tuple[str, str]]]) -> str:
-    """Which items differ between ranks, at most ten of them."""
-    items: dict[str, dict[int, str]] = {}
-    for r, pairs in everything.items():
-        for item, text in pairs:
-            items.setdefault(item, {})[r] = text
-    lines = []
-    for item, texts in items.items():
-        lacking = [r for r in everything if r not in texts]
-        if lacking or len(set(texts.values())) > 1:
-            by_text: dict[str, list[int]] = {}
-            for r, text in texts.items():
-                by_text.setdefault(text, []).append(r)
-            parts = [f"{text} on ranks {who}" for text, who in by_text.items()]
-            parts += [f"missing on ranks {lacking}"] if lacking else []
-            lines.append(f"  {item}: " + "; ".join(parts))
-    more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
-    return f"{what}: the ranks do not pass the same\n" + "\n".join(lines[:10] + more)

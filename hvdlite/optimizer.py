@@ -635,7 +635,7 @@ def _make_reducer(
 ) -> Reducer:
     def make(stream: Stream) -> Reducer:
         return Reducer(
-            specs, dtypes, context.rank, set_id, stream, context.matcher, options, plan,
+            specs, dtypes, context.rank, stream, context.progress, options, plan,
             context.agree_on(set_id, ranks),
         )
 

@@ -74,6 +74,19 @@ class Progress:
         if not self._busy:
             advance()
 
+    def check_free(self, what: str) -> None:
+        """Raise where `wait()` would not be possible, before anything is begun.
+
+        Raises:
+            RuntimeError: Another thread, or the code that a signal handler interrupted, is waiting
+                in this Context already.
+        """
+        if self._busy:
+            raise RuntimeError(
+                f"{what}: this process is already waiting in {self._busy}; hvdlite serves one "
+                "thread at a time and cannot be called from a signal handler that interrupted it"
+            )
+
     def wait(
         self,
         ready: Callable[[], bool],
@@ -97,11 +110,7 @@ class Progress:
             RankFailedError: A missing rank has failed, or left longer than the grace ago.
             CollectiveTimeoutError: `timeout_s` is over.
         """
-        if self._busy:
-            raise RuntimeError(
-                f"{what}: this process is already waiting in {self._busy}; hvdlite serves one "
-                "thread at a time and cannot be called from a signal handler that interrupted it"
-            )
+        self.check_free(what)
         self._busy = what
         try:
             self._loop(ready, what, missing, check, timeout_s)

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,11 +47,14 @@ from hvdlite.errors import (
     UnknownNameError,
 )
 from hvdlite.fusion import FusionBuffer
-from hvdlite.negotiation import Matcher, Ticket
+from hvdlite.progress import Progress
 from hvdlite.types import Array, ReduceOp
 
 _FULL, _ERROR, _REPLAN = 1, 2, 4  # flags of a step record
-_RECORD = struct.Struct("=qqqd")  # flags, step, digest of the plan, weight; then presence bits
+_RECORD = struct.Struct("=qqqdq")  # flags, step, digest of the plan, weight, length of the order
+# Then one presence bit a parameter, and with _REPLAN the readiness order as parameter numbers.
+
+_ORDER_DTYPE = np.dtype(np.uint32)
 
 ABSENT: Any = object()  # "no gradient argument": it is in its view already
 GradReady = Callable[..., None]
@@ -100,6 +103,30 @@ class _Slot:
     bucket: _BucketState
 
 
+class _Record(NamedTuple):
+    """What one rank says of its step; see `_RECORD`."""
+
+    flags: int
+    step: int
+    digest: int
+    weight: float
+    order_nbytes: int
+    tail: bytes
+
+    def presence(self, num_specs: int) -> Array:
+        """Which parameters the rank had a gradient for."""
+        if self.flags & _FULL:
+            return np.ones(num_specs, np.bool_)
+        raw = np.frombuffer(self.tail, np.uint8)
+        return np.unpackbits(raw, count=num_specs).astype(np.bool_)
+
+    def order(self, num_specs: int) -> list[int]:
+        """Parameters in the order in which they became ready, as far as the rank decides it."""
+        start = -(-num_specs // 8)
+        raw = self.tail[start : start + self.order_nbytes]
+        return [int(k) for k in np.frombuffer(raw, _ORDER_DTYPE)]
+
+
 @dataclass(slots=True)
 class _Announced:
     """What is known of the names that did not take the fast path in this step."""
@@ -116,9 +143,8 @@ class Reducer:
         specs: All parameters, in the registration order of the lowest rank; equal on all ranks.
         dtypes: NumPy dtype by name.
         rank: This world rank.
-        set_id: Process set of the optimizer.
         stream: Where buckets are reduced; `stream.ranks` are the optimizer's ranks.
-        matcher: For the exchange that precedes a new plan.
+        progress: Where waits happen.
         options: See `ReducerOptions`.
         plan: A pinned plan; None: planned here, and again once the readiness order is known.
         agree: Exchanges a text with all ranks of the stream, for growing memory.
@@ -128,12 +154,11 @@ class Reducer:
 
     def __init__(
         self, specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]], rank: int,
-        set_id: int, stream: Stream, matcher: Matcher, options: ReducerOptions, plan: Plan | None,
+        stream: Stream, progress: Progress, options: ReducerOptions, plan: Plan | None,
         agree: Callable[[str | None], list[str | None]],
     ) -> None:
         self.options, self.stream = options, stream
-        self._rank, self._set_id, self._matcher, self._agree = rank, set_id, matcher, agree
-        self._progress = matcher.progress
+        self._rank, self._progress, self._agree = rank, progress, agree
         self._is_pinned = plan is not None
         self._specs: list[TensorSpec] = []
         self._dtypes: dict[str, np.dtype[Any]] = {}
@@ -145,7 +170,7 @@ class Reducer:
         self._in_no_sync = False
         self._is_closed = ""
         self._open: dict[str, _Slot] = {}  # see [Note: fast path]
-        self._touched: dict[str, int] = {}  # announced in this step -> id of the (last) array
+        self._touched: dict[str, Any] = {}  # announced in this step -> weak reference to the array
         self._announced = _Announced()
         self._launched = 0  # of this rank's works
         self._is_filled = False  # slots of missing gradients are zero
@@ -154,7 +179,6 @@ class Reducer:
         self._checksums: dict[str, int] = {}
         self._orders: dict[Any, tuple[str, ...]] = {}  # readiness order by group, agreed
         self._recorded: dict[str, None] = {}  # names of groups this rank decides, as they came
-        self._replan_ticket: Ticket | None = None
         self._next_plan: Plan | None = None
         self._grow(specs, dtypes, plan)
         self._make_fast_path()
@@ -186,7 +210,7 @@ class Reducer:
         plan = plan or self._make_plan(all_specs, self._orders)
         region = len(self.stream.buffers)
         sizes = [plan.layout(q)[1].get(region, 0) for q in self.stream.ranks]
-        num_bytes = _RECORD.size + -(-len(all_specs) // 8)
+        num_bytes = _RECORD.size + -(-len(all_specs) // 8) + _ORDER_DTYPE.itemsize * len(all_specs)
         self.stream.grow(sizes, num_bytes, self._agree)
         self._specs, self._dtypes = all_specs, {**self._dtypes, **dtypes}
         self._by_name = {spec.name: spec for spec in all_specs}
@@ -253,19 +277,29 @@ class Reducer:
 
     def _make_fast_path(self) -> None:
         """Build `grad_ready`.  See [Note: fast path]."""
-        open_, touched, absent, copyto = self._open, self._touched, ABSENT, np.copyto
-        me = weakref.proxy(self)  # no cycle: a dropped optimizer is freed at once
+        open_, touched, absent = self._open, self._touched, ABSENT
+        copyto, ref = np.copyto, weakref.ref
+        get = weakref.ref(self)  # no cycle: a dropped optimizer is freed at once
         busy = False
 
+        def me() -> Reducer:
+            reducer = get()
+            if reducer is None:
+                raise ShutDownError(
+                    "this DistributedOptimizer was dropped; keep it in a variable while its "
+                    "grad_ready is used"
+                )
+            return reducer
+
         def slow(name: str, grad: Any, weight: float | None) -> None:
-            me._announce(name, grad, weight)
+            me()._announce(name, grad, weight)
 
         if self.options.views:
 
             def grad_ready(name: str, grad: Any = absent, *, weight: float | None = None) -> None:
                 nonlocal busy
                 if busy:
-                    me._refuse_second_thread(name)
+                    me()._refuse_second_thread(name)
                 busy = True
                 try:
                     slot = open_.get(name)
@@ -274,11 +308,11 @@ class Reducer:
                         or grad is not absent or weight is not None
                     ):
                         return slow(name, grad, weight)
-                    touched[name] = 0
+                    touched[name] = None
                     bucket = slot.bucket
                     bucket.left = left = bucket.left - 1
                     if not left:
-                        me._launch_ready()
+                        me()._launch_ready()
                 finally:
                     busy = False
 
@@ -287,7 +321,7 @@ class Reducer:
             def grad_ready(name: str, grad: Any = absent, *, weight: float | None = None) -> None:
                 nonlocal busy
                 if busy:
-                    me._refuse_second_thread(name)
+                    me()._refuse_second_thread(name)
                 busy = True
                 try:
                     slot = open_.get(name)
@@ -300,11 +334,11 @@ class Reducer:
                     if not fits:
                         return slow(name, grad, weight)
                     copyto(slot.view, grad)
-                    touched[name] = id(grad)
+                    touched[name] = ref(grad)
                     bucket = slot.bucket
                     bucket.left = left = bucket.left - 1
                     if not left:
-                        me._launch_ready()
+                        me()._launch_ready()
                 finally:
                     busy = False
 
@@ -326,7 +360,8 @@ class Reducer:
             slot = self._slots[name]  # a new plan may have moved it
         announced = self._announced
         is_later_pass = name in self._touched
-        self._touched[name] = id(source)
+        is_array = isinstance(source, np.ndarray)
+        self._touched[name] = weakref.ref(source) if is_array else None
         count = announced.counts.setdefault(name, 0)
         if source is None:
             if not is_later_pass:
@@ -488,7 +523,15 @@ class Reducer:
             self._progress.add(self.stream, self.stream.advance)
             self.stream.launch(i, record)  # [3]
             self._launched = i + 1
-        if self._launched:
+        if (
+            not self._record_rides and self._launched == len(sequence)
+            and not any(bucket.left for bucket in self._buckets)
+        ):
+            # Everything is final: the others need not wait until this rank synchronizes.
+            self._progress.add(self.stream, self.stream.advance)
+            self.stream.conclude(self._make_record())
+            self._progress.nudge(self.stream.advance)
+        elif self._launched:
             self._progress.nudge(self.stream.advance)
 
     def _make_record(self) -> bytes:
@@ -497,14 +540,16 @@ class Reducer:
         flags = _FULL if len(touched) - len(nones) == len(self._slots) else 0
         if self._failure is not None:
             flags |= _ERROR
+        order = b""
         if self._is_recording and self._recorded:
             flags |= _REPLAN
-        head = _RECORD.pack(flags, self._step, self._plan.digest, self._weight)
-        if flags & _FULL:
+            order = np.array([self._bits[n] for n in self._recorded], _ORDER_DTYPE).tobytes()
+        head = _RECORD.pack(flags, self._step, self._plan.digest, self._weight, len(order))
+        if flags & _FULL and not order:
             return head
         bits = np.zeros(len(self._specs), np.bool_)
         bits[[self._bits[name] for name in touched.keys() - nones]] = True
-        return head + np.packbits(bits).tobytes()
+        return head + np.packbits(bits).tobytes() + order
 
     # ---- [5] the end of the step -----------------------------------------------------------
 
@@ -539,8 +584,8 @@ class Reducer:
             )
         self._progress.remove(stream)
         records = self._read_records()
-        if any(flags & _REPLAN for flags, *_ in records):
-            self._replan()
+        if any(record.flags & _REPLAN for record in records):
+            self._replan(records)
         result: dict[str, Array] | None = None
         failure: HvdliteError | None = None
         try:
@@ -569,10 +614,6 @@ class Reducer:
         for bucket in self._buckets:
             bucket.left = 0
         self._launch_ready()
-        if not (self._record_rides and self._works):
-            self._progress.add(self.stream, self.stream.advance)
-            self.stream.conclude(self._make_record())
-            self._progress.nudge(self.stream.advance)
 
     def _check_views(self) -> None:
         for name, checksum in self._checksums.items():
@@ -584,15 +625,19 @@ class Reducer:
         self._checksums = {}
 
     def _check_peers(self) -> None:
-        closed = self.stream.closed_ranks()
+        closed = set(self.stream.closed_ranks()) & set(self.stream.missing())
         if closed:
             raise RankFailedError(
-                f"step {self._step} of an optimizer: ranks {closed} have closed or dropped theirs"
+                f"step {self._step} of an optimizer: ranks {sorted(closed)} have closed or dropped "
+                "theirs"
             )
 
-    def _read_records(self) -> list[tuple[int, int, int, float, bytes]]:
-        size = _RECORD.size
-        return [(*_RECORD.unpack(raw[:size]), raw[size:]) for raw in self.stream.records()]
+    def _read_records(self) -> list["_Record"]:
+        records = []
+        for raw in self.stream.records():
+            flags, step, digest, weight, order_nbytes = _RECORD.unpack_from(raw)
+            records.append(_Record(flags, step, digest, weight, order_nbytes, raw[_RECORD.size:]))
+        return records
 
     def _count(self) -> None:
         counters = self._progress.counters
@@ -600,29 +645,29 @@ class Reducer:
         counters.collectives += len(self._works)
         counters.bytes += sum(work.nbytes for work in self._works)
 
-    def _evaluate(
-        self, records: Sequence[tuple[int, int, int, float, bytes]]
-    ) -> dict[str, Array]:
+    def _evaluate(self, records: Sequence[_Record]) -> dict[str, Array]:
         """[5] The same verdict on every rank, from the same records; [6] the dict."""
         ranks = self.stream.ranks
         mine = records[ranks.index(self._rank)]
         for q, record in zip(ranks, records, strict=True):
-            if record[1:3] != mine[1:3]:
+            if (record.step, record.digest) != (mine.step, mine.digest):
                 raise HorovodInternalError(
-                    f"ranks are at different steps or plans: rank {self._rank} at step {mine[1]}, "
-                    f"plan {mine[2]:x}; rank {q} at step {record[1]}, plan {record[2]:x}"
+                    f"ranks are at different steps or plans: rank {self._rank} at step {mine.step}"
+                    f", plan {mine.digest:x}; rank {q} at step {record.step}, plan "
+                    f"{record.digest:x}"
                 )
         if self._failure is not None:
             raise self._failure
-        failed = [q for q, r in zip(ranks, records, strict=True) if r[0] & _ERROR]
+        failed = [q for q, r in zip(ranks, records, strict=True) if r.flags & _ERROR]
         if failed:
             raise HorovodInternalError(
-                f"step {mine[1]}: failed on ranks {failed}, so on all; its gradients are dropped"
+                f"step {mine.step}: failed on ranks {failed}, so on all; its gradients are dropped"
             )
         result = dict(self._buffer.views)
-        if any(record[3] != 1.0 for record in records):
-            self._drop_weightless(result, dict(zip(ranks, (r[3] for r in records), strict=True)))
-        if all(record[0] & _FULL for record in records):
+        if any(record.weight != 1.0 for record in records):
+            weights = {q: record.weight for q, record in zip(ranks, records, strict=True)}
+            self._drop_weightless(result, weights)
+        if all(record.flags & _FULL for record in records):
             return result
         return self._drop_missing(result, records)
 
@@ -634,16 +679,15 @@ class Reducer:
                     result.pop(name, None)
 
     def _drop_missing(
-        self, result: dict[str, Array], records: Sequence[tuple[int, int, int, float, bytes]]
+        self, result: dict[str, Array], records: Sequence[_Record]
     ) -> dict[str, Array]:
         """Apply the policy for gradients that some rank lacks."""
-        had = {}
-        for q, record in zip(self.stream.ranks, records, strict=True):
-            if record[0] & _FULL:
-                had[q] = np.ones(len(self._specs), np.bool_)
-            else:
-                raw = np.frombuffer(record[4], np.uint8)
-                had[q] = np.unpackbits(raw, count=len(self._specs)).astype(np.bool_)
+        count = len(self._specs)
+        had = {
+            q: record.presence(count)
+            for q, record in zip(self.stream.ranks, records, strict=True)
+        }
+        policy = self.options.missing
         lacking: dict[str, list[int]] = {}
         for k, spec in enumerate(self._specs):
             members = self.stream.ranks if spec.ranks is None else spec.ranks
@@ -653,13 +697,13 @@ class Reducer:
                 if spec.ranks is None:
                     is_absent = self._rank in without
                 else:
-                    is_absent = self.options.missing == "skip" or len(without) == len(members)
+                    is_absent = policy == "skip" or len(without) == len(members)
                 if is_absent:
                     result.pop(spec.name, None)
-        if lacking and self.options.missing == "error":
+        if lacking and policy == "error":
             told = "; ".join(f"{name!r} on ranks {qs}" for name, qs in list(lacking.items())[:8])
             raise MissingGradientError(
-                f"step {records[0][1]}: no gradient for {told}"
+                f"step {records[0].step}: no gradient for {told}"
                 + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
                 + ". Nothing was applied; the next step works."
             )
@@ -669,27 +713,22 @@ class Reducer:
                 ("missing", id(self), tuple(mine)),
                 f"rank {self._rank} had no gradient for {len(mine)} of {len(self._slots)} "
                 f"parameters: {', '.join(mine[:8])}{', ...' if len(mine) > 8 else ''} "
-                f"(missing={self.options.missing!r})",
+                f"(missing={policy!r})",
             )
         return result
 
-    def _replan(self) -> None:
-        """Exchange the readiness orders that are new, and plan the coming steps by them."""
-        if self._replan_ticket is None:
-            own = tuple(self._recorded) if self._is_recording else ()
-            self._replan_ticket = self._matcher.submit(
-                self._matcher.object_ticket(self._set_id, self.stream.ranks, "replan", own)
-            )
-        orders = self._matcher.wait(self._replan_ticket)
-        for order in orders:
+    def _replan(self, records: Sequence[_Record]) -> None:
+        """Plan the coming steps by the readiness orders that came with the records."""
+        for record in records:
+            if not record.flags & _REPLAN:
+                continue
             by_group: dict[Any, list[str]] = {}
-            for name in order:
-                by_group.setdefault(self._by_name[name].ranks, []).append(name)
+            for k in record.order(len(self._specs)):
+                spec = self._specs[k]
+                by_group.setdefault(spec.ranks, []).append(spec.name)
             for ranks, names in by_group.items():
                 self._orders.setdefault(ranks, tuple(names))
-        plan = self._make_plan(self._specs, self._orders)
-        self._replan_ticket = None
-        self._next_plan = plan
+        self._next_plan = self._make_plan(self._specs, self._orders)
         self._recorded = {}
         self._is_recording = False
 
@@ -730,7 +769,11 @@ class Reducer:
 
     def _check_same(self, name: str, grad: Any) -> None:
         """What was both announced and given must be one array."""
-        if self._touched[name] != id(grad) and not _is_same_memory(grad, self._slots[name].view):
+        announced = self._touched[name]
+        is_same = grad is not None and announced is not None and announced() is grad
+        if grad is None:
+            is_same = name in self._announced.nones
+        if not is_same and not _is_same_memory(grad, self._slots[name].view):
             raise ValueError(
                 f"step(grads): {name!r} was announced by grad_ready() already, with another array; "
                 "give each gradient once"

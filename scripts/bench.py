@@ -8,7 +8,7 @@ The mpiexec is the one that MPIEXEC names, or the one beside this Python, or the
 The exit code is 1 if any value was wrong; a missed target is only printed.
 """
 
-# ruff: noqa: D102, D103, D107 - a program; what its names say is not said twice
+# ruff: noqa: D102, D103 - a program; what its names say is not said twice
 
 import argparse
 import importlib.util

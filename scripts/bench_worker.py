@@ -2,12 +2,12 @@
 
     python scripts/bench.py --worker --json FILE      by mpiexec, or alone for the local backend
 
-Everything is timed in one process group.  In a round each contender takes one turn, the next round
-starts with another one; a turn is: fill, barrier, time, check the values.  What counts is the
-slowest rank of each turn, and the median over the rounds.
+Everything is timed in one process group.  In a round each contender takes one turn, in an order
+that is drawn anew for each round: none always inherits another's caches.  A turn is: fill, barrier,
+time, check the values.  What counts is the slowest rank of a turn, and the median over the rounds.
 """
 
-# ruff: noqa: D102, D103, D107 - a program: what its methods do is said once, at their base
+# ruff: noqa: D102, D103 - a program: what its methods do is said once, at their base
 
 import argparse
 import importlib.util
@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -344,10 +345,9 @@ def take_turns(
     """
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     wrong = dict.fromkeys(times, 0)
-    start, done = time.perf_counter(), 0
+    start, done, draw = time.perf_counter(), 0, random.Random(0)  # the same on all ranks
     while done <= least or (done <= 301 and comm.bcast(time.perf_counter() - start) < budget_s):
-        turn = done % len(contenders)
-        for contender in [*contenders[turn:], *contenders[:turn]]:
+        for contender in draw.sample(contenders, len(contenders)):
             contender.prepare()
             comm.Barrier()
             begin = time.perf_counter()
@@ -394,7 +394,7 @@ def median_of_slowest(times: list[float], comm: MPI.Intracomm) -> float:
 
 
 def time_grad_ready(comm: MPI.Intracomm, views: bool, rounds: int) -> float:
-    """Seconds that a `grad_ready` which completes no bucket takes beyond the bare copy."""
+    """Seconds of CPU that a `grad_ready` which completes no bucket takes beyond the bare copy."""
     grads = Gradients([(16,)] * 2000, comm)
     opt = optimizer(grads, views, fusion_threshold="1GiB", first_bucket="1GiB")
     step = Hvdlite("", grads, opt, views)
@@ -404,13 +404,13 @@ def time_grad_ready(comm: MPI.Intracomm, views: bool, rounds: int) -> float:
     for _ in range(rounds + 1):
         step.prepare()
         comm.Barrier()
-        start = time.perf_counter()
+        start = time.thread_time()
         step.announce(begin)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         if not views:
             for (_, grad), copy in zip(begin, copies, strict=True):
                 np.copyto(copy, grad)
-        stop = time.perf_counter()
+        stop = time.thread_time()
         times.append(((middle - start) - (stop - middle if not views else 0)) / len(begin))
         step.announce(end)
         opt.step()

@@ -12,6 +12,8 @@ position in their tag, so one pair of communicators serves every optimizer for e
 """
 
 import marshal
+import os
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ _HEADER_BYTES = 2048
 _MAX_PAYLOAD = 256 * 1024 - _HEADER_BYTES
 _MAX_OUTSTANDING = 64  # messages on the way to one rank
 CHUNK_BYTES = 2**30  # Open MPI's counts end at 2^31 - 1
+_ANNOUNCE_TRIES = 1000  # by the last word of a rank, which cannot wait
 _WINDOW = 2  # buckets exchanged at the same time
 
 
@@ -62,6 +65,8 @@ class MpiControl:
         self._pids = list(pids)
         self._states: dict[int, tuple[RankState, str]] = {}
         self._serial = 0
+        self._is_closed = False
+        self._later: deque[tuple[list[int], Header]] = deque()  # words of streams that were dropped
         self._sends: dict[int, list[Any]] = {r: [] for r in range(self.size)}
         self._peers = [r for r in range(self.size) if r != self.rank]
         length = _PREFIX + _HEADER_BYTES + _MAX_PAYLOAD
@@ -74,6 +79,8 @@ class MpiControl:
 
     def post(self, to: Sequence[int], header: Header, payload: memoryview | bytes = b"") -> bool:
         """See `Control.post`."""
+        if self._is_closed:
+            return True
         to = [r for r in to if self._states.get(r, (RankState.ALIVE, ""))[0] < RankState.LEFT]
         for r in to:
             if len(self._sends[r]) >= _MAX_OUTSTANDING:
@@ -92,6 +99,8 @@ class MpiControl:
 
     def poll(self, deliver: Deliver) -> bool:
         """See `Control.poll`."""
+        while self._later and self.post(*self._later[0]):
+            self._later.popleft()
         found = False
         for r in self._peers:
             receive, prefix = self._receives[r], self._prefixes[r]
@@ -105,6 +114,10 @@ class MpiControl:
                     found = True
                 receive.Start()
         return found
+
+    def post_later(self, to: list[int], header: Header) -> None:
+        """Post at the next `poll()`; may be called while anything is collected as garbage."""
+        self._later.append((to, header))
 
     def _route(self, source: int, header: Header, payload: memoryview, deliver: Deliver) -> None:
         if header[0] == _STREAM:
@@ -135,12 +148,16 @@ class MpiControl:
         """See `Control.announce`."""
         if self.state(self.rank)[0] < RankState.LEFT:
             self._states[self.rank] = (state, note)
+            word = (_STATE, int(state), note[:512].encode(errors="backslashreplace").decode())
             for r in self._peers:
-                self.post([r], (_STATE, int(state), note[:512]))
+                for _ in range(_ANNOUNCE_TRIES):
+                    if self.post([r], word):
+                        break
 
     def close(self) -> None:
         """See `Control.close`."""
         self.announce(RankState.LEFT)
+        self._is_closed = True
         for receive in self._receives.values():
             if not receive.Test():
                 receive.Cancel()
@@ -174,6 +191,7 @@ class MpiStream:
         self._weights: dict[tuple[int, int], float] = {}  # (base of the step, rank)
         self._records: dict[tuple[int, int], bytes] = {}
         self._closed: set[int] = set()
+        self._pid = os.getpid()
         control.streams[stream_id] = self
 
     def grow(self, sizes: Sequence[int], record_nbytes: int, agree: Agree) -> None:
@@ -282,7 +300,14 @@ class MpiStream:
 
     def close(self) -> None:
         """See `Stream.close`."""
-        self._control.post(self._others, (_STREAM, self._id, _CLOSED))
+        word = (_STREAM, self._id, _CLOSED)
+        if not self._control.post(self._others, word):
+            self._control.post_later(self._others, word)
+
+    def __del__(self) -> None:
+        """A dropped stream is a closed one; garbage is collected anywhere, so MPI is not called."""
+        if getattr(self, "_pid", 0) == os.getpid():  # not in a forked child
+            self._control.post_later(self._others, (_STREAM, self._id, _CLOSED))
 
     def closed_ranks(self) -> list[int]:
         """See `Stream.closed_ranks`."""

@@ -125,6 +125,7 @@ class ControlPage:
         self._readers[i] = tuple(to)
         at, offset = self._entries + i * _ENTRY_WORDS, self._data[i]
         mine[at + _SERIAL] = 0  # nobody reads it while it changes
+        fence()
         row = self._bytes[self.rank]
         row[offset : offset + len(head)] = head
         if length:
@@ -182,8 +183,11 @@ class ControlPage:
         found = False
         for serial, i in self._fresh(row, seen, posted):
             at = first + i * _ENTRY_WORDS
-            # An entry with another serial is in use again, so its message was for others.
-            if row[at + _SERIAL] == serial and row[at + word] & bit:
+            # An entry with another serial is in use again, so its message was for others.  The
+            # mask is read first: whoever uses an entry again takes the serial away before all else.
+            is_mine = row[at + word] & bit
+            fence()
+            if is_mine and row[at + _SERIAL] == serial:
                 start = self._data[i]
                 middle = start + row[at + _HEADER_LENGTH]
                 payload = data[middle : middle + row[at + _PAYLOAD_LENGTH]]
@@ -220,14 +224,15 @@ class ControlPage:
     def check_alive(self, ranks: Sequence[int]) -> None:
         """See `Control.check_alive`."""
         for r in ranks:
-            if r != self.rank and not is_running(self._words[r][_PID]):
+            pid = self._words[r][_PID]  # 0: it is not that far yet
+            if pid and r != self.rank and not is_running(pid):
                 self._gone.add(r)
 
     def announce(self, state: RankState, note: str = "") -> None:
         """See `Control.announce`."""
         if self._mine[_STATE] >= RankState.LEFT:
             return  # the first word stands
-        raw = note.encode()[:_NOTE_BYTES]
+        raw = note.encode(errors="backslashreplace")[:_NOTE_BYTES]
         offset = self._note_offset
         self._bytes[self.rank][offset : offset + len(raw)] = raw
         fence()

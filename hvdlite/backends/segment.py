@@ -46,17 +46,20 @@ class Segment:
         path = DIRECTORY / f"hvdlite-{secrets.token_hex(8)}"
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as exc:
-            os.close(fd)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except BaseException:
+                os.close(fd)
+                raise
+            return cls(path, fd, nbytes)
+        except BaseException as exc:
             path.unlink()
-            if exc.errno == errno.ENOSPC:
+            if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
                 raise OSError(
                     exc.errno, f"{DIRECTORY} has no room for {nbytes} bytes; enlarge it "
                     "(docker: --shm-size=2g; mount -o remount,size=2g /dev/shm)"
                 ) from exc
             raise
-        return cls(path, fd, nbytes)
 
     @classmethod
     def attach(cls, path: Path, nbytes: int) -> "Segment":

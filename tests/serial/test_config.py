@@ -97,8 +97,8 @@ def test_booleans_false(text):
         ("HVDLITE_EXIT_GRACE_SECONDS", "nan", "0 to 604800 seconds"),
         ("HVDLITE_EXIT_GRACE_SECONDS", "inf", "0 to 604800 seconds"),
         ("HVDLITE_EXIT_GRACE_SECONDS", "five", "0 to 604800 seconds"),
-        ("HVDLITE_EAGER_ARENA", "255KiB", "256 KiB to 1 GiB"),
-        ("HVDLITE_EAGER_ARENA", "2GiB", "256 KiB to 1 GiB"),
+        ("HVDLITE_EAGER_ARENA", "1MiB", "2 MiB to 1 GiB"),
+        ("HVDLITE_EAGER_ARENA", "2GiB", "2 MiB to 1 GiB"),
         ("HVDLITE_BLOCK_ELEMENTS", "1023", "1024 to 4194304 elements"),
         ("HVDLITE_BLOCK_ELEMENTS", "4194305", "1024 to 4194304 elements"),
         ("HVDLITE_BLOCK_ELEMENTS", "2048.5", "1024 to 4194304 elements"),
@@ -175,14 +175,10 @@ def test_horovods_names_count_where_they_mean_the_same():
     env = {
         "HOROVOD_FUSION_THRESHOLD": "1048576",
         "HOROVOD_LOG_LEVEL": "DEBUG",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "70",
     }
     assert Config.from_env(env) == Config(
         fusion_threshold=2**20,
         log_level="debug",
-        stall_check_time_seconds=7.0,
-        stall_shutdown_time_seconds=70.0,
     )
 
 
