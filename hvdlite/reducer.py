@@ -22,6 +22,7 @@ stage bears being run again, and the next `synchronize()` or `step()` goes on wh
 """
 
 import math
+import os
 import struct
 import weakref
 import zlib
@@ -182,6 +183,7 @@ class Reducer:
         self._next_plan: Plan | None = None
         self._grow(specs, dtypes, plan)
         self._make_fast_path()
+        self._pid = os.getpid()
 
     # ---- plan and memory -------------------------------------------------------------------
 
@@ -851,6 +853,12 @@ class Reducer:
             self._open.clear()
             self._phase = _Phase.IDLE
             self._progress.remove(self.stream)
+            self.stream.close()
+            self._progress.nudge(self._progress.poll)  # so that the word goes out now
+
+    def __del__(self) -> None:
+        """A dropped optimizer is a closed one: a local word, nothing collective."""
+        if getattr(self, "_pid", 0) == os.getpid() and not self._is_closed:
             self.stream.close()
 
     def disown(self, why: str) -> None:

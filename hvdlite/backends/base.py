@@ -199,7 +199,10 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Tell the peers that this rank uses the stream no more; local."""
+        """Tell the peers that this rank begins no more steps; local, and fit for `__del__`.
+
+        A step that is under way is served on as long as somebody calls `advance()`.
+        """
         ...
 
     def closed_ranks(self) -> list[int]:

@@ -12,7 +12,6 @@ position in their tag, so one pair of communicators serves every optimizer for e
 """
 
 import marshal
-import os
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain, starmap
@@ -191,7 +190,7 @@ class MpiStream:
         self._weights: dict[tuple[int, int], float] = {}  # (base of the step, rank)
         self._records: dict[tuple[int, int], bytes] = {}
         self._closed: set[int] = set()
-        self._pid = os.getpid()
+        self._is_closed = False
         control.streams[stream_id] = self
 
     def grow(self, sizes: Sequence[int], record_nbytes: int, agree: Agree) -> None:
@@ -299,14 +298,9 @@ class MpiStream:
         return [q for q in self.ranks if (self._base, q) not in self._records]
 
     def close(self) -> None:
-        """See `Stream.close`."""
-        word = (_STREAM, self._id, _CLOSED)
-        if not self._control.post(self._others, word):
-            self._control.post_later(self._others, word)
-
-    def __del__(self) -> None:
-        """A dropped stream is a closed one; garbage is collected anywhere, so MPI is not called."""
-        if getattr(self, "_pid", 0) == os.getpid():  # not in a forked child
+        """See `Stream.close`; said at the next `poll()`, for garbage is collected anywhere."""
+        if not self._is_closed:
+            self._is_closed = True
             self._control.post_later(self._others, (_STREAM, self._id, _CLOSED))
 
     def closed_ranks(self) -> list[int]:

@@ -13,7 +13,6 @@ when all members have.  No copy in, no copy out, and every rank ends with a resu
     rank 1's buffer │▒▒▒▒ share 0 ▒▒▒▒│     share 1     │      and writes both; rank 1 likewise in 1
 """
 
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -56,7 +55,6 @@ class ShmStream:
         self._parity = 0
         self._concluded = 0  # position at which this rank's record stands; 0: not yet
         self._last: list[tuple[memoryview, int, int]] = []  # per peer: the last work we share
-        self._pid = os.getpid()
 
     def _share(self, sizes: Sequence[int], agree: Agree) -> list[Array]:
         """A row of at least `sizes[q]` bytes for every rank, in one segment."""
@@ -183,11 +181,6 @@ class ShmStream:
     def close(self) -> None:
         """See `Stream.close`."""
         self._mine[_CLOSED] = 1
-
-    def __del__(self) -> None:
-        """A dropped stream is a closed one: one local store, nothing collective."""
-        if getattr(self, "_pid", 0) == os.getpid():  # not in a forked child
-            self.close()
 
     def closed_ranks(self) -> list[int]:
         """See `Stream.closed_ranks`."""

@@ -1,0 +1,234 @@
+"""Fakes of the backend side: a network between ranks of one process, and a stream that keeps a log."""
+
+import marshal
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite.backends.base import Agree, Deliver, Header, RankState, Work
+from hvdlite.backends.local import aligned_zeros
+from hvdlite.negotiation import Matcher
+from hvdlite.progress import Progress
+from hvdlite.types import Array
+
+
+class Network:
+    """Messages between the ranks of one process; keeps what `Control` promises, and no more.
+
+    Args:
+        size: Number of ranks.
+        rng: Chooses what comes when, what comes twice and what is refused; None: all at once.
+        max_payload: As `Control.max_payload`.
+        refusals: Share of posts that find no room.
+        repeats: Share of polls whose messages come again with the next one.
+    """
+
+    def __init__(
+        self, size: int, rng: random.Random | None = None, *, max_payload: int = 1 << 20,
+        refusals: float = 0.0, repeats: float = 0.0,
+    ) -> None:
+        self.rng, self.refusals, self.repeats = rng, refusals, repeats
+        self.queues: dict[tuple[int, int], deque[tuple[bytes, bytes]]] = {
+            (a, b): deque() for a in range(size) for b in range(size)
+        }
+        self.num_posted = 0
+        self.controls = [NetworkControl(self, r, size, max_payload) for r in range(size)]
+        self.progress = [Progress(control, 5.0) for control in self.controls]
+
+    def matchers(self, block_elements: int = 1000) -> list[Matcher]:
+        """The matching layer of every rank."""
+        return [
+            Matcher(control, progress, block_elements)
+            for control, progress in zip(self.controls, self.progress, strict=True)
+        ]
+
+
+class NetworkControl:
+    """`Control` of one rank of a `Network`."""
+
+    def __init__(self, network: Network, rank: int, size: int, max_payload: int) -> None:
+        self.rank, self.size = rank, size
+        self.max_payload = self.small_payload = max_payload
+        self.states = [(RankState.ALIVE, "")] * size
+        self._network = network
+
+    def post(self, to: Sequence[int], header: Header, payload: memoryview | bytes = b"") -> bool:
+        """See `Control.post`."""
+        assert self.rank not in to
+        assert len(payload) <= self.max_payload
+        net = self._network
+        if net.rng is not None and net.rng.random() < net.refusals:
+            return False
+        net.num_posted += 1
+        for reader in to:
+            net.queues[self.rank, reader].append((marshal.dumps(header), bytes(payload)))
+        return True
+
+    def poll(self, deliver: Deliver) -> bool:
+        """See `Control.poll`; messages of one author stay until all of them were handled."""
+        net, found = self._network, False
+        authors = [r for r in range(self.size) if net.queues[r, self.rank]]
+        if net.rng is not None:
+            net.rng.shuffle(authors)
+        for author in authors:
+            queue = net.queues[author, self.rank]
+            count = len(queue) if net.rng is None else net.rng.randint(0, len(queue))
+            for header, payload in list(queue)[:count]:
+                deliver(author, marshal.loads(header), memoryview(bytearray(payload)))
+                found = True
+            if net.rng is None or net.rng.random() >= net.repeats:
+                for _ in range(count):
+                    queue.popleft()
+        return found
+
+    def flushed(self, ranks: Sequence[int]) -> bool:
+        """See `Control.flushed`."""
+        return True
+
+    def state(self, rank: int) -> tuple[RankState, str]:
+        """See `Control.state`."""
+        return self.states[rank]
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """See `Control.check_alive`."""
+
+    def announce(self, state: RankState, note: str = "") -> None:
+        """See `Control.announce`."""
+
+    def close(self) -> None:
+        """See `Control.close`."""
+
+
+class LoggingStream:
+    """`Stream` of one rank that does what the test tells it and writes down what it is told.
+
+    Args:
+        rank: This rank.
+        ranks: Members.
+
+    Attributes:
+        log: What happened, e.g. "begin 0", "launch 2", "launch 3 with record", "conclude".
+        peer_record: Makes the record of another rank out of this rank's; default: the same.
+        on_advance: Called by `advance()`; may raise, as a signal handler does.
+        is_released: Whether the peers have come, so that what was launched is done.
+        sent: Bytes of each work at the moment of its launch.
+    """
+
+    name = "fake"
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.buffers: list[Array] = []
+        self.log: list[str] = []
+        self.works: list[Work] = []
+        self.sent: dict[int, bytes] = {}
+        self.peer_record: Callable[[int, bytes], bytes] = lambda _, record: record
+        self.on_advance: Callable[[], None] = lambda: None
+        self.is_released = True
+        self.late: list[int] = []
+        self.closed: list[int] = []
+        self._rank = rank
+        self._num_launched = 0
+        self._record: bytes | None = None
+        self.record_nbytes = 0
+
+    def grow(self, sizes: Sequence[int], record_nbytes: int, agree: Agree) -> None:
+        """See `Stream.grow`."""
+        self.log.append(f"grow {list(sizes)}")
+        self.buffers.append(aligned_zeros(sizes[self.ranks.index(self._rank)]))
+        self.record_nbytes = record_nbytes
+
+    def program(self, works: Sequence[Work], num_positions: int) -> None:
+        """See `Stream.program`."""
+        self.log.append(f"program {[work.index for work in works]} of {num_positions}")
+        self.works = list(works)
+
+    def begin(self, base: int, parity: int, weight: float) -> None:
+        """See `Stream.begin`."""
+        self.log.append(f"begin {base} {parity} {weight:g}")
+        self._num_launched = 0
+        self._record = None
+        self.sent = {}
+
+    def launch(self, i: int, record: bytes | None = None) -> None:
+        """See `Stream.launch`."""
+        assert i <= self._num_launched, "out of order"
+        if i == self._num_launched:  # said twice counts once
+            work = self.works[i]
+            start = work.starts[work.ranks.index(self._rank)]
+            self.sent[i] = self.buffers[work.region][start : start + work.nbytes].tobytes()
+            self.log.append(f"launch {work.index}" + (" with record" if record else ""))
+            self._num_launched = i + 1
+        self._record = record or self._record
+
+    def conclude(self, record: bytes) -> None:
+        """See `Stream.conclude`."""
+        assert self._num_launched == len(self.works), "before all were launched"
+        if self._record is None:
+            self.log.append("conclude")
+        self._record = record
+
+    def advance(self) -> bool:
+        """See `Stream.advance`."""
+        self.on_advance()
+        return False
+
+    def is_done(self, i: int) -> bool:
+        """See `Stream.is_done`."""
+        return self.is_released and i < self._num_launched
+
+    def finished(self) -> bool:
+        """See `Stream.finished`."""
+        return self.is_released and self._record is not None
+
+    def records(self) -> list[bytes]:
+        """See `Stream.records`."""
+        assert self._record is not None
+        mine = self._record.ljust(self.record_nbytes, b"\0")
+        return [mine if q == self._rank else self.peer_record(q, mine) for q in self.ranks]
+
+    def missing(self) -> list[int]:
+        """See `Stream.missing`."""
+        return [] if self.is_released else self.late
+
+    def close(self) -> None:
+        """See `Stream.close`."""
+        self.log.append("close")
+
+    def closed_ranks(self) -> list[int]:
+        """See `Stream.closed_ranks`."""
+        return self.closed
+
+
+class FakeMatcher:
+    """What a `Reducer` needs of the matching layer; answers for the peers.
+
+    Args:
+        orders: What the peers say in the exchange before a new plan.
+
+    Attributes:
+        log: Calls, in order.
+        on_wait: Called by `wait()`; may raise, as a signal handler does.
+    """
+
+    def __init__(self, orders: Sequence[tuple[str, ...]] = ()) -> None:
+        self.progress = Progress(Network(1).controls[0], 5.0)
+        self.orders = list(orders)
+        self.log: list[Any] = []
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def object_ticket(self, set_id: int, ranks: tuple[int, ...], what: str, value: Any) -> Any:
+        """See `Matcher.object_ticket`."""
+        self.log.append((what, value))
+        return value
+
+    def submit(self, ticket: Any) -> Any:
+        """See `Matcher.submit`."""
+        self.log.append("submit")
+        return ticket
+
+    def wait(self, ticket: Any) -> list[Any]:
+        """See `Matcher.wait`."""
+        self.on_wait()
+        return [ticket, *self.orders]

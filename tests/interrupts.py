@@ -1,0 +1,112 @@
+"""Raises where CPython would run a signal handler: at every such point of hvdlite, one after the other.
+
+    for point in every_point(scenario):   # scenario(attempt) runs hvdlite inside attempt(function)
+
+A handler runs when a function is entered, after a call has returned and when a loop goes round; a
+trace function sees these places and raises at one of them.  A test that takes them one by one knows
+that nothing is lost wherever the alarm comes.
+"""
+
+import dis
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import hvdlite
+
+_PACKAGE = str(Path(hvdlite.__file__).parent)
+_CALLS = frozenset(
+    number for name, number in dis.opmap.items()
+    if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME")) and "NO_INTERRUPT" not in name
+)
+
+
+class Alarm(BaseException):
+    """What the handler raises; like KeyboardInterrupt no `except Exception` catches it."""
+
+
+class Timeout(Exception):
+    """What most handlers raise."""
+
+
+class Interrupter:
+    """Raises at the `target`-th point of hvdlite's own code that runs inside `with`.
+
+    Args:
+        target: Which point, counted from 1 over all uses of this object; 0: only count.
+        error: What is raised.
+        only: Files to look at, e.g. "negotiation.py"; none: all of hvdlite.
+
+    Attributes:
+        seen: Points that have passed.
+        where: Where it was raised; "" if it was not.
+    """
+
+    def __init__(self, target: int, error: type[BaseException] = Alarm, *only: str) -> None:
+        self.target, self.error, self.only = target, error, only
+        self.seen = 0
+        self.where = ""
+        self._of: dict[CodeType, bool] = {}
+
+    def __enter__(self) -> "Interrupter":
+        if not self.where:
+            sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, _event: str, _arg: object) -> Any:
+        code = frame.f_code
+        if code not in self._of:
+            path = Path(code.co_filename)
+            self._of[code] = code.co_filename.startswith(_PACKAGE) and (
+                not self.only or path.name in self.only
+            )
+        if not self._of[code]:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        words = code.co_code
+        last = -1
+
+        def trace(frame: FrameType, event: str, _arg: object) -> Any:
+            nonlocal last
+            if event == "opcode":
+                if last in _CALLS:
+                    self.seen += 1
+                    if self.seen == self.target:
+                        self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                        raise self.error
+                last = words[frame.f_lasti]
+            return trace
+
+        return trace
+
+
+def at_every_point(
+    scenario: Callable[[Interrupter], None], error: type[BaseException] = Alarm, *only: str
+) -> int:
+    """Run a scenario once for each point, until it ends without meeting the next one.
+
+    Args:
+        scenario: Runs hvdlite inside `with interrupter`, catches what it raises, goes on, and
+            asserts that nothing was lost.
+        error: What is raised.
+        only: Files to look at.
+
+    Returns:
+        How many points there were.
+    """
+    point = 0
+    while True:
+        point += 1
+        interrupter = Interrupter(point, error, *only)
+        try:
+            scenario(interrupter)
+        except BaseException as exc:
+            exc.add_note(f"interrupted at point {point}, {interrupter.where or 'which never came'}")
+            raise
+        if not interrupter.where:
+            return point - 1
