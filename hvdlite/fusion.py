@@ -1,6 +1,6 @@
 """The fusion buffer: the memory that a plan's buckets are packed into, and its persistent views."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,3 +50,43 @@ class FusionBuffer:
                 flat.fill(True)
             else:
                 flat.fill(float("nan"))
+
+
+class GradientViews(Mapping[str, Array]):
+    """`opt.grads`: the slots by name, to be written into; `grads[name] += g` works too.
+
+    Args:
+        views: Gives the slots that are valid now.
+    """
+
+    def __init__(self, views: Callable[[], Mapping[str, Array]]) -> None:
+        self._views = views
+
+    def __getitem__(self, name: str) -> Array:
+        return self._views()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Copy into the slot; the slot itself, which `+=` puts back, is left as it is.
+
+        Raises:
+            KeyError: No such name on this rank.
+            ValueError: Another shape or dtype.
+        """
+        view = self._views()[name]
+        if value is view:
+            return
+        if np.shape(value) != view.shape or not np.can_cast(np.result_type(value), view.dtype):
+            raise ValueError(
+                f"grads[{name!r}] has shape {view.shape} and dtype {view.dtype}, got "
+                f"{np.shape(value)} and {np.result_type(value)}"
+            )
+        np.copyto(view, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views())
+
+    def __len__(self) -> int:
+        return len(self._views())
+
+    def __repr__(self) -> str:
+        return f"GradientViews({dict(self._views())!r})"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from hvdlite.bucket import Plan, TensorSpec, native, spec_of
 from hvdlite.collectives import Compression, check_compression, check_op
 from hvdlite.context import Context, current
 from hvdlite.errors import BackendUnavailableError, ConfigError
+from hvdlite.fusion import GradientViews
 from hvdlite.objects import ParameterBroadcast, check_writable, describe_arrays, named_arrays
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.reducer import Reducer, ReducerOptions
@@ -205,7 +205,7 @@ class DistributedOptimizer:
         return self._reducer.plan
 
     @property
-    def grads(self) -> Mapping[str, Array]:
+    def grads(self) -> GradientViews:
         """With `gradient_as_bucket_view`: the array to write each gradient into.
 
         A slot is yours from the end of a step until the `grad_ready(name)` that completes it; then
@@ -213,7 +213,8 @@ class DistributedOptimizer:
         """
         if not self._reducer.options.views:
             raise AttributeError("opt.grads exists only with gradient_as_bucket_view=True")
-        return MappingProxyType(self._reducer.views)
+        reducer = self._reducer
+        return GradientViews(lambda: reducer.views)
 
     def synchronize(self) -> dict[str, Array]:
         """Wait for the reduced gradients of this step, e.g. to clip them before `step()`.
