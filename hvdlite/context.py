@@ -9,13 +9,13 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdlite import log, topology
-from hvdlite.backends.base import Backend, RankState, Stream
+from hvdlite.backends.base import Agree, Backend, RankState, Stream
 from hvdlite.backends.local import LocalBackend
 from hvdlite.backends.mpi import MpiBackend, MpiControl
 from hvdlite.backends.page import ControlPage
@@ -36,9 +36,6 @@ from hvdlite.reducer import Reducer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-Agree = Callable[[str | None], list[str | None]]
-
 
 class Context:
     """One job's ranks and everything shared between them.

@@ -264,7 +264,11 @@ class DistributedOptimizer:
         if grads is not None or weight is not None:
             reducer.submit({} if grads is None else grads, weight)
         self._is_stepping = True  # a wait broken off by a signal handler leaves it so: go on then
-        reduced = reducer.synchronize_for_step()
+        try:
+            reduced = reducer.synchronize()
+        except BaseException:
+            self._is_stepping = not reducer.is_idle  # idle: the step was dropped
+            raise
         if self._bcast_period > 0 and (self._num_steps + 1) % self._bcast_period == 0:
             self._broadcast(self._groups)
         try:

@@ -793,10 +793,6 @@ class Reducer:
         if self._in_no_sync:
             raise RuntimeError("step() inside no_sync(): leave the block first")
 
-    def synchronize_for_step(self) -> dict[str, Array]:
-        """As `synchronize()`; the step that follows is the caller's."""
-        return self.synchronize()
-
     @property
     def names(self) -> list[str]:
         """All parameters, of other ranks' groups too."""

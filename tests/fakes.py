@@ -2,6 +2,7 @@
 
 import marshal
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,25 @@ from hvdlite.backends.local import aligned_zeros
 from hvdlite.negotiation import Matcher
 from hvdlite.progress import Progress
 from hvdlite.types import Array
+
+
+def together(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """Run `function(rank)` in a thread for each rank; the results, or what was raised."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except Exception as exc:  # noqa: BLE001 - it is the result
+            results[rank] = exc
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
 
 
 class Network:
@@ -74,7 +94,7 @@ class NetworkControl:
         for author in authors:
             queue = net.queues[author, self.rank]
             count = len(queue) if net.rng is None else net.rng.randint(0, len(queue))
-            for header, payload in list(queue)[:count]:
+            for header, payload in list(queue.copy())[:count]:
                 deliver(author, marshal.loads(header), memoryview(bytearray(payload)))
                 found = True
             if net.rng is None or net.rng.random() >= net.repeats:
