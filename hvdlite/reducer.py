@@ -280,7 +280,7 @@ class Reducer:
     def _make_fast_path(self) -> None:
         """Build `grad_ready`.  See [Note: fast path]."""
         open_, touched, absent = self._open, self._touched, ABSENT
-        copyto, ref = np.copyto, weakref.ref
+        ref = weakref.ref
         get = weakref.ref(self)  # no cycle: a dropped optimizer is freed at once
         busy = False
 
@@ -326,16 +326,17 @@ class Reducer:
                     me()._refuse_second_thread(name)
                 busy = True
                 try:
-                    slot = open_.get(name)
-                    if slot is None or name in touched or weight is not None:
-                        return slow(name, grad, weight)
                     try:
-                        fits = grad.dtype is slot.dtype and grad.shape == slot.shape
-                    except AttributeError:
-                        fits = False
-                    if not fits:
+                        slot = open_[name]
+                        is_plain = (
+                            grad.shape == slot.shape and grad.dtype is slot.dtype
+                            and name not in touched and weight is None
+                        )
+                    except (KeyError, AttributeError):  # not open, or no array at all
+                        is_plain = False
+                    if not is_plain:
                         return slow(name, grad, weight)
-                    copyto(slot.view, grad)
+                    slot.view[...] = grad  # half the overhead of np.copyto
                     touched[name] = ref(grad)
                     bucket = slot.bucket
                     bucket.left = left = bucket.left - 1

@@ -389,37 +389,37 @@ def bench_workload(name: str, comm: MPI.Intracomm, gloo: bool, quick: bool) -> l
 # --- single figures ------------------------------------------------------------------------------
 
 
-def slowest_median(values: list[float], comm: MPI.Intracomm) -> float:
-    return float(comm.allreduce(statistics.median(values), MPI.MAX))
-
-
 def median_of_slowest(times: list[float], comm: MPI.Intracomm) -> float:
     return float(statistics.median(np.max(comm.allgather(times), axis=0).tolist()))
 
 
 def time_grad_ready(comm: MPI.Intracomm, views: bool, rounds: int) -> float:
-    """Seconds of CPU that a `grad_ready` which completes no bucket takes beyond the bare copy."""
+    """Seconds of CPU that a `grad_ready` which completes no bucket takes beyond the bare copy.
+
+    The best round of the slowest rank, as timeit does it: the others tell of the machine.
+    """
     grads = Gradients([(16,)] * 500, comm)
     opt = optimizer(grads, views, fusion_threshold="1GiB", first_bucket="1GiB")
     step = Hvdlite("", grads, opt, views)
-    copies = grads.cut(grads.scratch)[:-1]
-    begin, end = step.last_first[:-1], step.last_first[-1:]
-    times = []
+    all_but_last, last = step.last_first[:-1], step.last_first[-1:]
+    copies = grads.cut(grads.scratch)[1:]
+    announcing, copying = [], []
     for _ in range(rounds + 1):
         step.prepare()
         comm.Barrier()
         start = time.thread_time()
-        step.announce(begin)
+        step.announce(all_but_last)
         middle = time.thread_time()
-        if not views:
-            for (_, grad), copy in zip(begin, copies, strict=True):
-                np.copyto(copy, grad)
+        for (_, grad), copy in zip(all_but_last, copies, strict=True):
+            np.copyto(copy, grad)
         stop = time.thread_time()
-        times.append(((middle - start) - (stop - middle if not views else 0)) / len(begin))
-        step.announce(end)
+        announcing.append(middle - start)
+        copying.append(stop - middle)
+        step.announce(last)
         opt.step()
     opt.close()
-    return slowest_median(times[1:], comm)
+    beyond = min(announcing) - (0 if views else min(copying))
+    return float(comm.allreduce(beyond / len(all_but_last), MPI.MAX))
 
 
 def time_local_step(comm: MPI.Intracomm, rounds: int) -> float:
@@ -455,7 +455,7 @@ def cpu_of_waiting(comm: MPI.Intracomm, rounds: int) -> float:
         sync.finish()
         shares.append(0.0 if late else cpu / wall)
     opt.close()
-    return slowest_median(shares[1:], comm)
+    return float(comm.allreduce(statistics.median(shares[1:]), MPI.MAX))
 
 
 def proportional_memory() -> int:
