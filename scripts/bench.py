@@ -137,10 +137,11 @@ class Target:
     """
 
     text: str
-    bound: str  # "<= 1.05" or ">= 3"
+    bound: str  # "<= 1.05" or ">= 3"; empty: only to be shown
     value: Callable[[Results, int], float]
 
     def met(self, value: float) -> bool:
+        """Whether the value keeps the bound."""
         sign, bound = self.bound.split()
         return value <= float(bound) if sign == "<=" else value >= float(bound)
 
@@ -187,6 +188,7 @@ TARGETS = (
     Target("ResNet: gloo / views sync", ">= 5", ratio("resnet50", "gloo", "views sync")),
     Target("grad_ready, views, us", "<= 0.4", figure("grad_ready views, us")),
     Target("grad_ready, packed, beyond copyto, us", "<= 0.6", figure("grad_ready packed, us")),
+    Target("  (the machine: np.copyto of 64 bytes, us)", "", figure("copyto of 64 bytes, us")),
     Target("6 tensors, 1 MB: views sync beyond the reduction, us", "<= 60", sync_excess),
     Target("local step(), 161 tensors as views, us", "<= 150", figure("local step, us")),
     Target("a rank 50 ms late: CPU burnt / wait, %", "<= 20", figure("late rank, %")),
@@ -237,18 +239,18 @@ def target_rows(results: Results) -> list[dict[str, Any]]:
                 values[ranks] = target.value(results, ranks)
             except KeyError:
                 continue
-        met = all(target.met(v) for v in values.values()) if values else None
+        met = all(map(target.met, values.values())) if values and target.bound else None
         rows.append({"target": target.text, "bound": target.bound, "values": values, "met": met})
     return rows
 
 
 def target_table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
-    yield f"{'target':<54}{'bound':<9}{'measured':<28}"
+    yield f"{'target':<54}{'bound':<9}measured"
     for row in rows:
         values = ", ".join(f"{v:.3g} on {ranks}" for ranks, v in row["values"].items())
-        verdict = {True: "PASS", False: "miss", None: "not measured"}[row["met"]]
-        yield f"{row['target']:<54}{row['bound']:<9}{values:<28}{verdict}"
+        verdict = {True: "PASS", False: "miss", None: "" if values else "not measured"}[row["met"]]
+        yield f"{row['target']:<54}{row['bound']:<9}{values:<29}{verdict}"
 
 
 def plot(results: Results, title: str, path: Path) -> None:

@@ -1,6 +1,10 @@
 """Raises where CPython would run a signal handler: at every such point of hvdlite, one after the other.
 
-    for point in every_point(scenario):   # scenario(attempt) runs hvdlite inside attempt(function)
+    def scenario(interrupter):
+        with suppress(Alarm), interrupter:
+            matcher.advance()          # raises at one point, in each run of the scenario at another
+        assert ...                     # nothing was lost
+    at_every_point(scenario)
 
 A handler runs when a function is entered, after a call has returned and when a loop goes round; a
 trace function sees these places and raises at one of them.  A test that takes them one by one knows
@@ -9,7 +13,8 @@ that nothing is lost wherever the alarm comes.
 
 import dis
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -57,6 +62,15 @@ class Interrupter:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, called from within `with`, nothing counts and nothing is raised."""
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _enter_frame(self, frame: FrameType, _event: str, _arg: object) -> Any:
         code = frame.f_code

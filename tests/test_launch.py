@@ -56,7 +56,7 @@ def test_a_job_that_hangs_shows_its_stacks_and_leaves_no_process(tmp_path):
         "wait_for_ever()\n"
     )
     start = time.monotonic()
-    result = launch(2, [script, tmp_path], timeout=15)
+    result = launch(2, [script, tmp_path], timeout=10)
     assert result.timed_out
     assert result.returncode != 0
     assert time.monotonic() - start < 35

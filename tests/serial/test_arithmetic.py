@@ -51,11 +51,12 @@ def wrap(value, dtype):
     return (value - int(info.min)) % 2**info.bits + int(info.min)
 
 
-def scaled_integer(value, factor, dtype):
+def scaled_integer(value, factor, dtype, divisor=1):
     """By a fractional factor in float64, toward zero; by a whole one exactly."""
-    if factor.is_integer() and np.iinfo(dtype).min <= factor <= np.iinfo(dtype).max:
+    is_whole = factor.is_integer() and np.iinfo(dtype).min <= factor <= np.iinfo(dtype).max
+    if is_whole and divisor == 1:
         return wrap(value * int(factor), dtype)
-    return int(float(value) * factor)
+    return int(float(value) * factor / divisor)
 
 
 def toward_zero(numerator, denominator):
@@ -69,7 +70,7 @@ def reference_integer(op, dtype, values, prescale, postscale):
         if op is Average and postscale == 1.0:
             return toward_zero(total, len(values))
         if op is Average:
-            return scaled_integer(total, postscale / len(values), dtype)
+            return scaled_integer(total, postscale, dtype, len(values))
     elif op is Product:
         total = wrap(reduce(lambda a, b: a * b, values), dtype)
     else:
@@ -87,7 +88,7 @@ def reference_inexact(op, dtype, values, prescale, postscale):
         total = reduce(lambda a, b: a + b, values)
     else:
         if prescale != 1.0:
-            values = [wide.type(v * real(prescale)) for v in values]
+            values = [scaled(v, real(prescale)) for v in values]
         factor = postscale
         if op is Product:
             total = reduce(lambda a, b: a * b, values)
@@ -96,8 +97,15 @@ def reference_inexact(op, dtype, values, prescale, postscale):
         else:
             total = (min if op is Min else max)(values)
     if factor != 1.0:
-        total = total * real(factor)
+        total = scaled(total, real(factor))
     return dtype.type(total)
+
+
+def scaled(value, factor):
+    """Part by part: a complex product would make 0 * inf of an infinite part."""
+    if isinstance(value, np.complexfloating):
+        return type(value)(complex(value.real * factor, value.imag * factor))
+    return value * factor
 
 
 def reference(op, dtype, blocks, prescale=1.0, postscale=1.0):
@@ -277,6 +285,7 @@ def test_fractional_factors_scale_integers_in_float64_and_truncate():
     assert both(Max, "int32", 7, 9, prescale=0.5, postscale=0.5) == 2
     assert both(Average, "int32", 3, 4, postscale=0.5) == 1
     assert both(Average, "int32", 4, 5, postscale=2.0) == 9
+    assert both(Average, "int32", 9, 9, 9, postscale=13.0) == 117  # 27 * (13 / 3) is below it
     assert both(Product, "int32", 3, 5, prescale=0.5, postscale=1.5) == 3
     assert both(Sum, "int32", 2**30, 0, postscale=0.25) == 2**28
 
