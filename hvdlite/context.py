@@ -5,11 +5,13 @@ Communicators, control page, backends, process sets and hooks belong to one `Con
 making another (on fewer ranks, say) is all that recovery needs.
 """
 
+import itertools
 import os
 import platform
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,26 +62,21 @@ class Context:
     ) -> None:
         self.config, self.mpi, self.threads_multiple = config, mpi, threads_multiple
         self.pid = os.getpid()
-        self._comms: list[Any] = []
+        self._comms: _Comms | None = None
         self._mpi_fallback: MpiBackend | None = None
         self.topology = topology.Topology(pids=(self.pid,))
         if comm is not None and comm.size > 1:
-            self._own(comm.Dup())
-            self.topology = topology.discover(self._comms[0])
+            self._comms = _lease(mpi, comm)
+            self.topology = topology.discover(self._comms.main)
         self.rank, self.size = self.topology.rank, self.topology.size
         log.configure(self.rank, self.size, config.log_level)
-        try:
-            self._agree_to_start(content, error)
-            topology.check_one_machine(self.topology)
-            self.backend: Backend = self._choose_backend()
-        except BaseException:
-            self._free_comms()
-            raise
+        self._agree_to_start(content, error)
+        topology.check_one_machine(self.topology)
+        self.backend: Backend = self._choose_backend()
         self.progress = Progress(self.backend.control, config.exit_grace_seconds)
         self.matcher = Matcher(self.backend.control, self.progress, config.block_elements)
         self.process_sets: dict[int, ProcessSet] = {}
         self._next_set_id = 0
-        self._next_stream = 0
         self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._register(global_process_set, tuple(range(self.size)))
         self.exits = Exits(
@@ -94,28 +91,24 @@ class Context:
         config = self.config
         own = {"backend": config.backend, "eager_arena": str(config.eager_arena), **content}
         word = None if error is None else f"{type(error).__name__}: {error}"
-        said = self._comms[0].allgather((word, own)) if self._comms else [(word, own)]
+        said = self._comms.main.allgather((word, own)) if self._comms else [(word, own)]
         if error is not None:
             raise error
         check_words("init", range(self.size), [text for text, _ in said])
         check_contents("init", range(self.size), [list(facts.items()) for _, facts in said])
 
-    def _own(self, comm: Any) -> Any:
-        self._comms.append(comm)
-        return comm
-
     def _choose_backend(self) -> Backend:
         asked = self.config.backend
-        if self.size == 1:
+        comms = self._comms
+        if comms is None:
             return LocalBackend()
-        main = self._comms[0]
         blocks = self.config.block_elements
-        control = MpiControl(main.Dup(), self.topology.pids)
-        fallback = MpiBackend(control, main.Dup(), blocks)
+        control = MpiControl(comms.control, self.topology.pids, comms.generation)
+        fallback = MpiBackend(control, comms.data, blocks)
         if asked == "mpi":
             return fallback
         try:
-            page = self._make_page(main)
+            page = self._make_page(comms.main)
         except BackendUnavailableError as exc:
             if asked == "shm":
                 fallback.close()
@@ -215,8 +208,7 @@ class Context:
 
     def new_stream_id(self) -> int:
         """A number for a stream of which this rank is the lowest; unique in the job."""
-        self._next_stream += 1
-        return self._next_stream * self.size + self.rank
+        return next(_stream_numbers) * self.size + self.rank
 
     def open_stream(self, set_id: int, ranks: tuple[int, ...], stream_id: int) -> Stream:
         """The memory and flags of one optimizer; collective over `ranks`.
@@ -273,13 +265,7 @@ class Context:
             self.backend.close()
             if self._mpi_fallback is not None:
                 self._mpi_fallback.close()
-            self._free_comms()
         log.reset()
-
-    def _free_comms(self) -> None:
-        for comm in self._comms:
-            comm.Free()
-        self._comms.clear()
 
     def forget_in_child(self) -> None:
         """This process is a fork: it may neither use nor close what belongs to the parent."""
@@ -298,13 +284,44 @@ class Context:
         }
 
 
+@dataclass(slots=True)
+class _Comms:
+    """The communicators of one set of processes: one to meet, one for messages, one for data."""
+
+    main: Any
+    control: Any
+    data: Any
+    generation: int = 0  # Contexts that have used them before
+
+
+def _lease(mpi: Any, comm: Any) -> _Comms:
+    """Our own communicators for the ranks of `comm`; kept for the next Context of the same ranks.
+
+    They are never freed: a rank that leaves waits for nobody, so its last words may be under way
+    when it frees, and Open MPI gives a freed number to the next communicator, words and all.
+    """
+    mine, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    key = tuple(mpi.Group.Translate_ranks(mine, list(range(comm.size)), world))
+    mine.Free()
+    world.Free()
+    comms = _comms.get(key)
+    if comms is None:
+        comms = _comms[key] = _Comms(comm.Dup(), comm.Dup(), comm.Dup())
+    else:
+        comms.generation += 1
+    return comms
+
+
 _FORKED = (
     "this process was forked from a rank; MPI and shared memory belong to the parent. Start "
     "helpers by 'spawn' or 'forkserver', or do not call hvdlite in them"
 )
-_current: Context | None = None  # with the next two, the only mutable module state in hvdlite
+# What follows is the only mutable module state in hvdlite.
+_current: Context | None = None
 _was_shut_down = False
 _startup_exits: Exits | None = None  # while init() is under way, or has failed
+_comms: dict[tuple[int, ...], _Comms] = {}  # by world ranks; see _lease()
+_stream_numbers = itertools.count(1)  # never used twice, not even by another Context
 
 
 def init(

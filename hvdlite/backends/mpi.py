@@ -12,6 +12,7 @@ position in their tag, so one pair of communicators serves every optimizer for e
 """
 
 import marshal
+import struct
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain, starmap
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _CONTROL_TAG = 1
 _STREAM, _STATE = "stream", "state"  # first words of messages that stay inside the backend
 _ARRIVED, _RECORD, _CLOSED = "arrived", "record", "closed"
-_PREFIX = 24  # bytes: serial, length of the header, length of the payload
+_PREFIX = 32  # bytes: serial, length of the header, length of the payload, generation
 _HEADER_BYTES = 2048
 _MAX_PAYLOAD = 256 * 1024 - _HEADER_BYTES
 _MAX_OUTSTANDING = 64  # messages on the way to one rank
@@ -51,19 +52,24 @@ class MpiControl:
     it starts the receive again, tells a new message from one already handled.
 
     Args:
-        comm: A communicator of its own; freed by `close()`.
+        comm: A communicator of its own.
         pids: Process id of every rank, 0 where it cannot be seen from here.
+        generation: Tells this use of the communicator from earlier ones, whose last words may still
+            be under way: a rank that leaves waits for nobody.
     """
 
     max_payload = _MAX_PAYLOAD
     small_payload = 16 * 1024
 
-    def __init__(self, comm: "MPI.Intracomm", pids: Sequence[int]) -> None:
+    def __init__(
+        self, comm: "MPI.Intracomm", pids: Sequence[int], generation: int = 0
+    ) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.streams: WeakValueDictionary[int, MpiStream] = WeakValueDictionary()
         self._pids = list(pids)
         self._states: dict[int, tuple[RankState, str]] = {}
         self._serial = 0
+        self._generation = generation
         self._is_closed = False
         self._later: deque[tuple[list[int], Header]] = deque()  # words of streams that were dropped
         self._sends: dict[int, list[Any]] = {r: [] for r in range(self.size)}
@@ -88,7 +94,7 @@ class MpiControl:
                     return False
         head = marshal.dumps(header)
         self._serial += 1
-        prefix = np.array([self._serial, len(head), len(payload)], np.int64).tobytes()
+        prefix = struct.pack("=4q", self._serial, len(head), len(payload), self._generation)
         message = b"".join((prefix, head, payload))
         for r in to:  # one C call: the request is kept as soon as it exists
             self._sends[r].extend(
@@ -104,13 +110,13 @@ class MpiControl:
         for r in self._peers:
             receive, prefix = self._receives[r], self._prefixes[r]
             while receive.Test():  # also true while it has not been started
-                if prefix[0]:
+                if prefix[0] and prefix[3] == self._generation:
                     middle = _PREFIX + prefix[1]
                     inbox = self._inboxes[r].data
                     header = marshal.loads(inbox[_PREFIX:middle])
                     self._route(r, header, inbox[middle : middle + prefix[2]], deliver)
-                    prefix[0] = 0
                     found = True
+                prefix[0] = 0
                 receive.Start()
         return found
 
@@ -164,7 +170,6 @@ class MpiControl:
             receive.Free()
         for requests in self._sends.values():
             _UNFINISHED.extend(request for request in requests if not request.Test())
-        self.comm.Free()
 
 
 class MpiStream:
@@ -385,7 +390,7 @@ class MpiBackend:
 
     Args:
         control: The message side.
-        data: A communicator of its own, for the bytes of buckets; freed by `close()`.
+        data: A communicator of its own, for the bytes of buckets.
         block_elements: Elements that one NumPy call of a reduction handles.
     """
 
@@ -407,7 +412,6 @@ class MpiBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self.control.close()
-        self._data.Free()
 
 
 def _messages(array: Array, rank: int, tag: int) -> list[tuple[Any, int, int]]:
