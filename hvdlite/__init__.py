@@ -61,15 +61,37 @@ from hvdlite.types import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 __version__ = "0.1.0"
 
-_LATER = frozenset((
-    "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "allgather_async", "grouped_allgather", "grouped_allgather_async", "broadcast_",
-    "broadcast_async", "broadcast_async_", "alltoall", "alltoall_async", "reducescatter",
-    "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll",
-    "synchronize", "broadcast_optimizer_state", "check_consistency", "start_timeline",
-    "stop_timeline", "elastic",
-))
+_LATER = frozenset(
+    (
+        "allreduce_",
+        "allreduce_async",
+        "allreduce_async_",
+        "grouped_allreduce",
+        "grouped_allreduce_",
+        "grouped_allreduce_async",
+        "grouped_allreduce_async_",
+        "allgather_async",
+        "grouped_allgather",
+        "grouped_allgather_async",
+        "broadcast_",
+        "broadcast_async",
+        "broadcast_async_",
+        "alltoall",
+        "alltoall_async",
+        "reducescatter",
+        "reducescatter_async",
+        "grouped_reducescatter",
+        "grouped_reducescatter_async",
+        "join",
+        "poll",
+        "synchronize",
+        "broadcast_optimizer_state",
+        "check_consistency",
+        "start_timeline",
+        "stop_timeline",
+        "elastic",
+    )
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -77,9 +99,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
 
         def later(*_: object, **__: object) -> None:
-            raise HvdliteError(
-                f"hvdlite.{name} comes with a later version; this is {__version__}"
-            )
+            raise HvdliteError(f"hvdlite.{name} comes with a later version; this is {__version__}")
 
         later.__name__ = later.__qualname__ = name
         return later

@@ -148,8 +148,14 @@ class Plan:
         """Plain lists and numbers, for JSON."""
         return {
             "buckets": [
-                [list(b.names), list(b.offsets), b.nbytes, b.dtype,
-                 None if b.ranks is None else list(b.ranks), b.region]
+                [
+                    list(b.names),
+                    list(b.offsets),
+                    b.nbytes,
+                    b.dtype,
+                    None if b.ranks is None else list(b.ranks),
+                    b.region,
+                ]
                 for b in self.buckets
             ],
             "memory": list(self.memory),
@@ -167,8 +173,12 @@ class Plan:
         try:
             buckets = tuple(
                 Bucket(
-                    tuple(map(str, names)), tuple(map(int, offsets)), int(nbytes), str(dtype),
-                    None if ranks is None else tuple(map(int, ranks)), int(region),
+                    tuple(map(str, names)),
+                    tuple(map(int, offsets)),
+                    int(nbytes),
+                    str(dtype),
+                    None if ranks is None else tuple(map(int, ranks)),
+                    int(region),
                 )
                 for names, offsets, nbytes, dtype, ranks, region in values["buckets"]
             )
@@ -260,7 +270,8 @@ def plan_buckets(
     of its own.  Buckets are launched in the order in which their last member is ready.
 
     Args:
-        specs: All parameters.
+        specs: All parameters; keys lie in memory by region, then in the order of this sequence, so
+            that parameters added later move none of the old.
         order: Their names, in the order in which they are packed.
         fusion_threshold: Bytes; 0: every gradient alone.
         first_bucket: Bytes; small, so that communication starts early.
@@ -291,7 +302,8 @@ def plan_buckets(
         group.append(spec)
     for key, group in open_.items():
         closed.setdefault(key, []).append(_close(group))
-    in_memory = [bucket for key in open_ for bucket in closed[key]]
+    keys = dict.fromkeys(sorted((spec.key for spec in specs), key=lambda key: key[0]))
+    in_memory = [bucket for key in keys for bucket in closed[key]]
     ready = {name: k for k, name in enumerate(order if launch_order is None else launch_order)}
     launch = sorted(in_memory, key=lambda bucket: max(ready[name] for name in bucket.names))
     position = {id(bucket): k for k, bucket in enumerate(launch)}
@@ -325,9 +337,7 @@ def merge_orders(
             sequence = first + [name for name in names if name not in seen]
         else:
             sequence = names[::-1]
-        placed += [
-            ((k + 1) / len(sequence), g, k, name) for k, name in enumerate(sequence)
-        ]
+        placed += [((k + 1) / len(sequence), g, k, name) for k, name in enumerate(sequence)]
     return [name for *_, name in sorted(placed)]
 
 
@@ -346,9 +356,7 @@ def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
-def spec_of(
-    name: str, array: Any, ranks: tuple[int, ...] | None, region: int = 0
-) -> TensorSpec:
+def spec_of(name: str, array: Any, ranks: tuple[int, ...] | None, region: int = 0) -> TensorSpec:
     """The spec of a NumPy parameter."""
     dtype = np.dtype(array.dtype)
     return TensorSpec(name, tuple(array.shape), dtype.name, dtype.itemsize, ranks, region)

@@ -103,8 +103,11 @@ def allreduce(
     postscale = _finite(postscale_factor, "postscale_factor", what)
     check_reducible(reduce_op, operand.dtype, what, prescale, postscale)
     signature: Signature = (
-        ("kind", "allreduce"), ("dtype", operand.dtype.name), ("shape", operand.shape),
-        ("op", reduce_op.name.title()), ("prescale_factor", prescale),
+        ("kind", "allreduce"),
+        ("dtype", operand.dtype.name),
+        ("shape", operand.shape),
+        ("op", reduce_op.name.title()),
+        ("prescale_factor", prescale),
         ("postscale_factor", postscale),
     )
     reduction = Reduction(reduce_op, operand.dtype, len(ranks), prescale, postscale)
@@ -113,8 +116,14 @@ def allreduce(
         return parts[0].view(operand.dtype).reshape(operand.shape)
 
     ticket = Ticket(
-        set_id, ranks, call_name(context, set_id, "allreduce", name), signature, as_bytes(operand),
-        place=separate, finish=finish, reduction=reduction,
+        set_id,
+        ranks,
+        call_name(context, set_id, "allreduce", name),
+        signature,
+        as_bytes(operand),
+        place=separate,
+        finish=finish,
+        reduction=reduction,
     )
     return restore(context.matcher.call(ticket))
 
@@ -150,7 +159,9 @@ def allgather(
         raise ValueError(f"{what}: a 0-d array has no rows to gather; pass one of shape (1,)")
     rest = rows.shape[1:]
     signature: Signature = (
-        ("kind", "allgather"), ("dtype", rows.dtype.name), ("number of dimensions", rows.ndim),
+        ("kind", "allgather"),
+        ("dtype", rows.dtype.name),
+        ("number of dimensions", rows.ndim),
         ("shape after the first dimension", rest),
     )
     whole: list[Array] = []
@@ -162,8 +173,14 @@ def allgather(
         return [flat[a:b] for a, b in pairwise(ends)]
 
     ticket = Ticket(
-        set_id, ranks, call_name(context, set_id, "allgather", name), signature, as_bytes(rows),
-        place=place, finish=lambda _: whole[0], extra=rows.shape[0],
+        set_id,
+        ranks,
+        call_name(context, set_id, "allgather", name),
+        signature,
+        as_bytes(rows),
+        place=place,
+        finish=lambda _: whole[0],
+        extra=rows.shape[0],
     )
     return restore(context.matcher.call(ticket))
 
@@ -203,7 +220,9 @@ def broadcast(
     pattern, restore = to_numpy(array, what)
     root = check_root(root_rank, ranks, what)
     signature: Signature = (
-        ("kind", "broadcast"), ("dtype", pattern.dtype.name), ("shape", pattern.shape),
+        ("kind", "broadcast"),
+        ("dtype", pattern.dtype.name),
+        ("shape", pattern.shape),
         ("root_rank", root),
     )
     data = as_bytes(pattern) if context.rank == root else np.empty(0, np.uint8)
@@ -212,8 +231,13 @@ def broadcast(
         return parts[ranks.index(root)].view(pattern.dtype).reshape(pattern.shape)
 
     ticket = Ticket(
-        set_id, ranks, call_name(context, set_id, "broadcast", name), signature, data,
-        place=separate, finish=finish,
+        set_id,
+        ranks,
+        call_name(context, set_id, "broadcast", name),
+        signature,
+        data,
+        place=separate,
+        finish=finish,
     )
     return restore(context.matcher.call(ticket))
 
@@ -230,8 +254,13 @@ def barrier(*, process_set: ProcessSet = global_process_set) -> None:
     context = current()
     set_id, ranks = context.members(process_set, "barrier")
     ticket = Ticket(
-        set_id, ranks, call_name(context, set_id, "barrier", None), (("kind", "barrier"),),
-        np.empty(0, np.uint8), place=separate, finish=lambda _: None,
+        set_id,
+        ranks,
+        call_name(context, set_id, "barrier", None),
+        (("kind", "barrier"),),
+        np.empty(0, np.uint8),
+        place=separate,
+        finish=lambda _: None,
     )
     context.matcher.call(ticket)
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from hvdlite.reducer import Reducer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+
 class Context:
     """One job's ranks and everything shared between them.
 
@@ -57,8 +59,13 @@ class Context:
     """
 
     def __init__(
-        self, comm: "MPI.Intracomm | None", config: Config, mpi: Any, threads_multiple: bool,
-        content: Mapping[str, str], error: Exception | None = None,
+        self,
+        comm: "MPI.Intracomm | None",
+        config: Config,
+        mpi: Any,
+        threads_multiple: bool,
+        content: Mapping[str, str],
+        error: Exception | None = None,
     ) -> None:
         self.config, self.mpi, self.threads_multiple = config, mpi, threads_multiple
         self.pid = os.getpid()
@@ -79,8 +86,13 @@ class Context:
         self._next_set_id = 0
         self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._register(global_process_set, tuple(range(self.size)))
+        control = self.backend.control
         self.exits = Exits(
-            self.rank, self.size, self._abort, self._announce_failure, self.close,
+            self.rank,
+            self.size,
+            partial(_abort, mpi),
+            lambda summary: control.announce(RankState.FAILED, summary),
+            shutdown,
             config.abort_on_error and self.size > 1,
         )
 
@@ -191,7 +203,8 @@ class Context:
     def remove_process_set(self, process_set: ProcessSet) -> bool:
         """Unregister a set; collective over the world.  See `hvdlite.remove_process_set`."""
         is_known = (
-            isinstance(process_set, ProcessSet) and process_set is not global_process_set
+            isinstance(process_set, ProcessSet)
+            and process_set is not global_process_set
             and self.process_sets.get(process_set.process_set_id or 0) is process_set
         )
         name = str(list(process_set.ranks)) if is_known else "none"
@@ -244,14 +257,6 @@ class Context:
 
     # ---- the end ---------------------------------------------------------------------------
 
-    def _abort(self, code: int) -> None:
-        if self.mpi is not None and not self.mpi.Is_finalized():
-            self.mpi.COMM_WORLD.Abort(code)
-        os._exit(code)
-
-    def _announce_failure(self, summary: str) -> None:
-        self.backend.control.announce(RankState.FAILED, summary)
-
     def close(self) -> None:
         """Give everything back; waits for nobody."""
         self.exits.remove()
@@ -261,6 +266,7 @@ class Context:
             is_world = process_set is global_process_set
             process_set.bind(None, -1, None if is_world else process_set.ranks)
         self.process_sets.clear()
+        self.progress.clear()
         if self.mpi is None or not self.mpi.Is_finalized():
             self.backend.close()
             if self._mpi_fallback is not None:
@@ -276,12 +282,24 @@ class Context:
         """Facts for `hvdlite.describe()`."""
         t = self.topology
         return {
-            "rank": t.rank, "size": t.size, "local_rank": t.local_rank,
-            "local_size": t.local_size, "cross_rank": t.cross_rank, "cross_size": t.cross_size,
-            "hosts": sorted(set(t.hosts)), "backend": self.backend.name,
+            "rank": t.rank,
+            "size": t.size,
+            "local_rank": t.local_rank,
+            "local_size": t.local_size,
+            "cross_rank": t.cross_rank,
+            "cross_size": t.cross_size,
+            "hosts": sorted(set(t.hosts)),
+            "backend": self.backend.name,
             "process_sets": {k: list(ps.ranks) for k, ps in self.process_sets.items()},
             "config": {name: getattr(self.config, name) for name in Config.__dataclass_fields__},
         }
+
+
+def _abort(mpi: Any, code: int) -> None:
+    """End the job."""
+    if mpi is not None and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+    os._exit(code)
 
 
 @dataclass(slots=True)
@@ -408,7 +426,11 @@ def _make_context(
         # Until the ranks have met, an error of one of them must end the job for all.
         world = mpi.COMM_WORLD
         _startup_exits = Exits(
-            world.rank, world.size, world.Abort, lambda _: None, lambda: None,
+            world.rank,
+            world.size,
+            world.Abort,
+            lambda _: None,
+            lambda: None,
             settings.abort_on_error,
         )
         _startup_exits.install()

@@ -12,7 +12,12 @@ from hvdlite.types import Array
 
 
 def shard(
-    n_or_array: Any, *, shuffle: bool = True, seed: int = 0, epoch: int = 0, tail: str = "drop",
+    n_or_array: Any,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    epoch: int = 0,
+    tail: str = "drop",
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """This rank's part of a data set; all parts are equally long.
@@ -49,9 +54,7 @@ def shard(
             raise TypeError("shard: a 0-d array has no samples")
         count = len(rows)
     else:
-        raise TypeError(
-            f"shard: a number of samples or an array, got {type(n_or_array).__name__}"
-        )
+        raise TypeError(f"shard: a number of samples or an array, got {type(n_or_array).__name__}")
     if count < 0:
         raise ValueError(f"shard: the number of samples is {count}")
     order = np.arange(count)

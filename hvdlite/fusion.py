@@ -24,7 +24,11 @@ class FusionBuffer:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, regions: Sequence[Array], specs: Mapping[str, TensorSpec],
+        self,
+        plan: Plan,
+        rank: int,
+        regions: Sequence[Array],
+        specs: Mapping[str, TensorSpec],
         dtypes: Mapping[str, np.dtype[Any]],
     ) -> None:
         self.views: dict[str, Array] = {}

@@ -6,7 +6,7 @@
  [3] Larger data follows in pieces, only now: so whoever gets a piece knows where to put it.
        gather   every rank's bytes to all others (a broadcast is the case where one rank has any)
        reduce   share j to member j, who reduces it in rank order and sends the result to all
- [4] When everything is here the call's own `finish` makes the result.
+ [4] When everything is here the call's own `finish` makes the result, in the frame of who waits.
 
 No order, no server, no extra round for small data.  Every effect of a message can be repeated
 without harm (serial numbers, offsets), because a signal handler may raise in the middle of one.
@@ -132,10 +132,13 @@ class Ticket:
     extra: Any = None
     serial: int = 0
     done: bool = False
+    parts: list[Array] = field(default_factory=list)
     result: Any = None
     error: Exception | None = None
     abandoned: bool = False
+    is_submitted: bool = False
     is_posted: bool = False
+    is_finished: bool = False
     posts: dict[int, _Post] = field(default_factory=dict)
     transfer: "_Transfer | None" = None
     is_moving: bool = False
@@ -150,6 +153,11 @@ class Ticket:
             return self.is_posted and not self.is_moving
         sent = all(outgoing.complete for outgoing in transfer.outgoing)
         return sent and not all(incoming.complete for incoming in transfer.incoming.values())
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody still wants the result."""
+        return not (self.done or self.abandoned)
 
     @property
     def what(self) -> str:
@@ -179,7 +187,7 @@ class Matcher:
         self._announced: set[tuple[int, int]] = set()  # calls whose data comes in pieces
         self._early: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
-        self._unposted: deque[Ticket] = deque()  # in the order of their serial numbers
+        self._unposted: deque[tuple[Ticket, _Post]] = deque()  # in order of their serial numbers
         self._is_sending = False  # some call can go on without a message
         if control.size > 1:
             progress.add(self, self.advance)
@@ -193,30 +201,33 @@ class Matcher:
     def submit(self, ticket: Ticket) -> Ticket:
         """Start a call; it goes on whenever this process waits for anything.
 
+        A ticket submitted before is left as it is, so that a caller that a signal handler broke off
+        in here may say it again.
+
         Raises:
             ValueError: The name is too long, or this rank has a call of that name under way.
         """
+        if ticket.is_submitted:
+            return ticket
         key = (ticket.set_id, ticket.name)
         if len(ticket.name.encode()) > _MAX_NAME_BYTES:
             raise ValueError(f"name of {len(ticket.name)} characters; at most {_MAX_NAME_BYTES}")
-        if any(not other.abandoned for other in self._tickets.get(key, ())):
-            raise ValueError(
-                f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
-                "wait for it, or use another name"
-            )
-        self.progress.counters.negotiations += 1
-        self._serial += 1
-        ticket.serial = self._serial
+        under_way = [other for other, _ in self._unposted] + self._tickets.get(key, [])
+        for other in under_way:
+            if other is not ticket and (other.set_id, other.name) == key and other.is_waited_for:
+                raise ValueError(
+                    f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
+                    "wait for it, or use another name"
+                )
+        if not ticket.serial:
+            self._serial += 1
+            ticket.serial = self._serial
         inline = ticket.data.tobytes() if ticket.data.size <= _INLINE_BYTES else None
         post = _Post(ticket.serial, ticket.signature, ticket.data.size, ticket.extra, inline)
-        self._posts.setdefault(key, {}).setdefault(self.rank, {})[ticket.serial] = post
-        self._tickets.setdefault(key, []).append(ticket)
-        self._unposted.append(ticket)
-        self._is_sending = True
+        self._unposted.append((ticket, post))  # from here on the call is made
+        ticket.is_submitted = True
+        self.progress.counters.negotiations += 1
         self.progress.nudge(self.advance)
-        if len(ticket.ranks) == 1:
-            ticket.is_posted = True
-            self._advance_ticket(key, ticket)
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
@@ -232,14 +243,16 @@ class Matcher:
             )
         if ticket.error is not None:
             raise ticket.error
+        if not ticket.is_finished:  # [4] in the caller's own frame, where it may raise
+            ticket.result = ticket.finish(ticket.parts)
+            ticket.is_finished = True
         return ticket.result
 
     def call(self, ticket: Ticket) -> Any:
         """Submit and wait; a wait that is broken off leaves the call to finish by itself."""
         self.progress.check_free(ticket.what)
-        self.submit(ticket)
         try:
-            return self.wait(ticket)
+            return self.wait(self.submit(ticket))
         except BaseException:
             ticket.abandoned = True
             raise
@@ -248,8 +261,10 @@ class Matcher:
         """Members whose part of the call is not here yet."""
         if ticket.is_moving:
             pending = {
-                author for (author, serial, _), inc in self._incoming.items()
-                if not inc.complete and author in ticket.posts
+                author
+                for (author, serial, _), inc in self._incoming.items()
+                if not inc.complete
+                and author in ticket.posts
                 and ticket.posts[author].serial == serial
             }
             return sorted(pending) or [r for r in ticket.ranks if r != self.rank]
@@ -259,8 +274,8 @@ class Matcher:
     def advance(self) -> bool:
         """Read messages and go on with every call; whether anything moved."""
         moved = self.control.poll(self._deliver)
-        if not moved and not self._is_sending:
-            return False  # every call waits for a message
+        if not self._is_sending and not self._unposted:
+            return moved  # every call waits for a message
         self._is_sending = True  # until it is known better
         moved = self._post() or moved
         is_sending = bool(self._unposted)
@@ -276,13 +291,21 @@ class Matcher:
         """[1] Post calls in order: the members tell a repeated post by its serial number."""
         moved = False
         while self._unposted:
-            ticket = self._unposted[0]
+            ticket, post = self._unposted[0]
             if not ticket.is_posted:
                 key = (ticket.set_id, ticket.name)
-                post = self._posts[key][self.rank][ticket.serial]
+                self._posts.setdefault(key, {}).setdefault(self.rank, {})[ticket.serial] = post
+                tickets = self._tickets.setdefault(key, [])
+                if ticket not in tickets:
+                    tickets.append(ticket)
                 others = tuple(r for r in ticket.ranks if r != self.rank)
                 header = (
-                    _CALL, post.serial, *key, post.signature, post.nbytes, post.extra,
+                    _CALL,
+                    post.serial,
+                    *key,
+                    post.signature,
+                    post.nbytes,
+                    post.extra,
                     post.inline is not None,
                 )
                 if others and not self.control.post(others, header, post.inline or b""):
@@ -292,6 +315,7 @@ class Matcher:
         return moved
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
+        self._is_sending = True  # some call may go on now
         if header[0] == _CALL:
             _, serial, set_id, name, signature, nbytes, extra, is_inline = header
             if serial > self._filed.get(source, 0):
@@ -324,13 +348,10 @@ class Matcher:
                 return moved
             moved = True
         if ticket.error is None and ticket.transfer is not None:
-            try:
-                moved = self._move(ticket, ticket.transfer) or moved
-                if not self._is_complete(ticket.transfer, others):
-                    return moved
-                ticket.result = ticket.finish(ticket.transfer.targets)
-            except Exception as exc:
-                ticket.error = exc
+            moved = self._move(ticket, ticket.transfer) or moved
+            if not self._is_complete(ticket.transfer, others):
+                return moved
+            ticket.parts = ticket.transfer.targets
         self._retire(key, ticket)
         return True
 
@@ -352,7 +373,7 @@ class Matcher:
             if ticket.transfer is None:
                 try:
                     ticket.transfer = self._plan_transfer(ticket)
-                except Exception as exc:  # no memory for the result, say
+                except (MemoryError, ValueError) as exc:  # no room for the result
                     ticket.error = exc
                     ticket.transfer = _Transfer([], {}, [])
             incoming = ticket.transfer.incoming
@@ -384,7 +405,7 @@ class Matcher:
                 target[:] = np.frombuffer(post.inline, np.uint8)
             else:
                 transfer.incoming[r, post.serial, 0] = _Incoming(target)
-        if posts[self.rank].inline is None:
+        if others and posts[self.rank].inline is None:
             data = ticket.data.data
             transfer.outgoing.append(_Outgoing(others, ticket.serial, 0, data))
         if ticket.reduction is not None:
@@ -413,7 +434,8 @@ class Matcher:
                 part = ticket.data[shares[r]].data
                 transfer.outgoing.append(_Outgoing((r,), ticket.serial, 0, part))
             transfer.operands.append(operand.view(dtype))
-        transfer.returns = _Outgoing(others, ticket.serial, 1, result[mine].data)
+        if others:
+            transfer.returns = _Outgoing(others, ticket.serial, 1, result[mine].data)
         return transfer
 
     def _move(self, ticket: Ticket, transfer: _Transfer) -> bool:
@@ -443,7 +465,7 @@ class Matcher:
         )
 
     def _retire(self, key: tuple[int, str], ticket: Ticket) -> None:
-        """[4] The call is over; every line bears being run twice."""
+        """The call is over; every line bears being run twice."""
         ticket.done = True
         for r, post in ticket.posts.items():
             self._announced.discard((r, post.serial))
@@ -468,16 +490,28 @@ class Matcher:
         self.progress.check_free(what)  # before the call is counted
         return list(self.call(self.object_ticket(set_id, ranks, what, value)))
 
-    def object_ticket(self, set_id: int, ranks: tuple[int, ...], what: str, value: Any) -> Ticket:
+    def object_ticket(
+        self, set_id: int, ranks: tuple[int, ...], what: str, value: Any, name: str | None = None
+    ) -> Ticket:
         """The call behind `exchange()`, for those who submit it and wait later."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
+        name = "\0" + (name or self.unnamed(set_id, "\0" + what))
         return Ticket(
-            set_id, ranks, "\0" + self.unnamed(set_id, "\0" + what), (("kind", what),), data,
-            place=separate, finish=lambda parts: [pickle.loads(part.data) for part in parts],
+            set_id,
+            ranks,
+            name,
+            (("kind", what),),
+            data,
+            place=separate,
+            finish=lambda parts: [pickle.loads(part.data) for part in parts],
         )
 
     def agree(
-        self, set_id: int, ranks: tuple[int, ...], what: str, error: Exception | None,
+        self,
+        set_id: int,
+        ranks: tuple[int, ...],
+        what: str,
+        error: Exception | None,
         content: Mapping[str, str],
     ) -> None:
         """Go on together, or raise together.
@@ -533,9 +567,9 @@ def check_contents(
             lines.append(f"  {item}: " + "; ".join(parts))
     if lines:
         more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
-        raise MismatchError("\n".join([
-            f"{what}: the ranks do not pass the same", *lines[:10], *more
-        ]))
+        raise MismatchError(
+            "\n".join([f"{what}: the ranks do not pass the same", *lines[:10], *more])
+        )
 
 
 def separate(sizes: Sequence[int], _: Sequence[Any]) -> list[Array]:
@@ -558,6 +592,7 @@ def _explain(ticket: Ticket, signatures: Mapping[int, Signature]) -> str:
             )
             lines.append(f"  {name}: {told}")
     return (
-        f"{ticket.what}: the ranks do not make the same call\n" + "\n".join(lines)
+        f"{ticket.what}: the ranks do not make the same call\n"
+        + "\n".join(lines)
         + "\nNothing was reduced or sent; the next call works."
     )

@@ -1,7 +1,7 @@
 """Collectives on Python objects and on whole models: pickles, and fused parameters."""
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,10 @@ _PACK_BYTES = 32 * 2**20  # parameters are sent in packs of this size, so that m
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, *, name: str | None = None,
+    obj: Any,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Give every rank the root's object.
@@ -71,8 +74,14 @@ def allgather_object(
 
 
 def _exchange(
-    context: Context, set_id: int, ranks: tuple[int, ...], kind: str, name: str | None,
-    fields: tuple[tuple[str, Any], ...], obj: Any, sends: bool,
+    context: Context,
+    set_id: int,
+    ranks: tuple[int, ...],
+    kind: str,
+    name: str | None,
+    fields: tuple[tuple[str, Any], ...],
+    obj: Any,
+    sends: bool,
 ) -> list[Any]:
     """Pickles from those who send to all; a failure to pickle is told to all."""
     failure: Exception | None = None
@@ -90,8 +99,14 @@ def _exchange(
         return separate(sizes, extras)
 
     ticket = Ticket(
-        set_id, ranks, call_name(context, set_id, kind, name), (("kind", kind), *fields),
-        np.frombuffer(data, np.uint8), place=place, finish=lambda parts: parts, extra=story,
+        set_id,
+        ranks,
+        call_name(context, set_id, kind, name),
+        (("kind", kind), *fields),
+        np.frombuffer(data, np.uint8),
+        place=place,
+        finish=lambda parts: parts,
+        extra=story,
     )
     parts = context.matcher.call(ticket)
     if failure is not None:
@@ -139,7 +154,8 @@ def broadcast_parameters(
         error = exc
     content = {"root_rank": str(root), **describe_arrays(named)}
     context.matcher.agree(set_id, ranks, "broadcast_parameters", error, content)
-    ParameterBroadcast(context, set_id, ranks, root, named).run()
+    name = context.matcher.unnamed(set_id, "broadcast_parameters")
+    ParameterBroadcast(context, name, set_id, ranks, root, lambda: named).run()
     return returned
 
 
@@ -150,41 +166,56 @@ class ParameterBroadcast:
 
     Args:
         context: Where.
+        name: What the packs are matched by; unique among what is under way, equal on all ranks.
         set_id: Process set.
         ranks: Its members.
         root: World rank of the root.
-        named: The parameters; the same names, shapes and dtypes on all ranks.
+        read: Gives the parameters; the same names, shapes and dtypes on all ranks, and always.
     """
 
     def __init__(
-        self, context: Context, set_id: int, ranks: tuple[int, ...], root: int,
-        named: Mapping[str, Array],
+        self,
+        context: Context,
+        name: str,
+        set_id: int,
+        ranks: tuple[int, ...],
+        root: int,
+        read: Callable[[], Mapping[str, Array]],
     ) -> None:
-        self._context, self._set_id, self._ranks, self._root = context, set_id, ranks, root
-        self._packs = _packs(named)
+        self._matcher, self._is_root, self._read = context.matcher, context.rank == root, read
+        num_packs = len(_packs(read())) if len(ranks) > 1 else 0
+        self._tickets = [
+            Ticket(
+                set_id,
+                ranks,
+                f"\0{name}.{k}",
+                (("kind", "broadcast_parameters"),),
+                np.empty(0, np.uint8),
+                place=separate,
+                finish=lambda parts: parts[ranks.index(root)],
+            )
+            for k in range(num_packs)
+        ]
         self._next = 0
-        self._ticket: Ticket | None = None
+
+    def announce(self) -> None:
+        """Let the root know that this rank will take what it sends; waits for nothing."""
+        if not self._is_root:
+            for ticket in self._tickets:
+                self._matcher.submit(ticket)
 
     def run(self) -> None:
         """Send or receive what is left."""
-        matcher, is_root = self._context.matcher, self._context.rank == self._root
-        if len(self._ranks) == 1:
-            return
-        while self._next < len(self._packs):
-            pack = self._packs[self._next]
-            if self._ticket is None:
-                data = _pack(pack) if is_root else np.empty(0, np.uint8)
-                name = "\0" + matcher.unnamed(self._set_id, "\0parameters")
-                ticket = Ticket(
-                    self._set_id, self._ranks, name, (("kind", "broadcast_parameters"),), data,
-                    place=separate, finish=lambda parts: parts[self._ranks.index(self._root)],
-                )
-                self._ticket = matcher.submit(ticket)
-            received = matcher.wait(self._ticket)
-            if not is_root:
+        packs = _packs(self._read()) if self._tickets else []  # as they are bound now
+        while self._next < len(packs):
+            pack, ticket = packs[self._next], self._tickets[self._next]
+            if self._is_root and not ticket.is_submitted:
+                ticket.data = _pack(pack)
+            received = self._matcher.wait(self._matcher.submit(ticket))
+            if not self._is_root:
                 _unpack(received, pack)
             self._next += 1
-            self._ticket = None
+            ticket.parts, ticket.result = [], None  # the memory of one pack at a time
 
 
 def named_arrays(params: Any, what: str) -> dict[str, Array]:
@@ -273,5 +304,3 @@ def _views(data: Array, arrays: Sequence[Array]) -> list[Array]:
         views.append(piece.view(native(array.dtype)).reshape(array.shape))
         start += array.nbytes
     return views
-
-

@@ -2,9 +2,10 @@
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from hvdlite.collectives import Compression, check_compression, check_op
 from hvdlite.context import Context, current
 from hvdlite.errors import BackendUnavailableError, ConfigError
 from hvdlite.fusion import GradientViews
+from hvdlite.negotiation import check_words
 from hvdlite.objects import ParameterBroadcast, check_writable, describe_arrays, named_arrays
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.reducer import Reducer, ReducerOptions
@@ -34,9 +36,25 @@ class _Group:
     process_set: ProcessSet | None
     ranks: tuple[int, ...] | None  # who reduces it; None: it stays on its rank
     set_id: int = -1
+    registered: dict[str, str] = field(default_factory=dict)  # shape and dtype by name
 
     def named(self) -> dict[str, Array]:
-        return named_arrays(self.params, _WHAT)
+        """The parameters as they are bound now.
+
+        Raises:
+            ValueError, TypeError: Other names, shapes or dtypes than at first.
+        """
+        named = named_arrays(self.params, _WHAT)
+        found = describe_arrays(named)
+        if not self.registered:
+            self.registered = found
+        for item in found.keys() | self.registered.keys():
+            before, now = self.registered.get(item), found.get(item)
+            if before is None:
+                raise ValueError(f"{_WHAT}: {item} is new; use add_param_group()")
+            if before != now:
+                raise ValueError(f"{_WHAT}: {item} had {before}, and now has {now or 'gone'}")
+        return named
 
 
 class DistributedOptimizer:
@@ -94,7 +112,8 @@ class DistributedOptimizer:
     _skips_synchronize: bool
     _is_stepping: bool
     _has_warned: bool
-    _broadcasts: list[ParameterBroadcast] | None
+    _broadcast: "_Broadcast | None"  # of the step that is under way
+    _stream_id: int
     _set_id: int
     _ranks: tuple[int, ...]
     grad_ready: Callable[..., None]
@@ -147,22 +166,39 @@ class DistributedOptimizer:
         try:
             check_compression(compression, _WHAT)
             options = _read_options(
-                context, op, backward_passes_per_step, gradient_predivide_factor,
-                fusion_threshold, first_bucket, gradient_as_bucket_view, missing, divide_by,
-                reduce_method, param_pack, param_pack_thd,
+                context,
+                op,
+                backward_passes_per_step,
+                gradient_predivide_factor,
+                fusion_threshold,
+                first_bucket,
+                gradient_as_bucket_view,
+                missing,
+                divide_by,
+                reduce_method,
+                param_pack,
+                param_pack_thd,
             )
             _check_period(bcast_period)
             apply = _find_apply(optimizer)
             groups = _read_groups(context, optimizer, named_parameters, process_set, ranks)
             specs, dtypes, content = _read_specs(groups, options, bcast_period, 0, set())
             pinned = _read_plan(plan, specs)
-            content |= {f"option {key}": str(value) for key, value in {
-                "op": options.op.name.title(), "backward_passes_per_step": options.passes,
-                "fusion_threshold": options.fusion_threshold, "missing": missing,
-                "first_bucket": options.first_bucket, "views": options.views,
-                "gradient_predivide_factor": options.prescale, "bcast_period": bcast_period,
-                "plan": None if pinned is None else pinned.digest, "divide_by": divide_by,
-            }.items()}
+            content |= {
+                f"option {key}": str(value)
+                for key, value in {
+                    "op": options.op.name.title(),
+                    "backward_passes_per_step": options.passes,
+                    "fusion_threshold": options.fusion_threshold,
+                    "missing": missing,
+                    "first_bucket": options.first_bucket,
+                    "views": options.views,
+                    "gradient_predivide_factor": options.prescale,
+                    "bcast_period": bcast_period,
+                    "plan": None if pinned is None else pinned.digest,
+                    "divide_by": divide_by,
+                }.items()
+            }
         except Exception as exc:
             error = exc
         if len(ranks) > 1:
@@ -174,19 +210,29 @@ class DistributedOptimizer:
         self._set_id, self._ranks = set_id, ranks
         self._bcast_period, self._num_steps = bcast_period, 0
         self._skips_synchronize = self._is_stepping = self._has_warned = False
-        self._broadcasts = None
+        self._broadcast = None
         is_lowest = context.rank == ranks[0]
         order, stream_id = self._from_lowest(
             ([s.name for s in specs], context.new_stream_id() if is_lowest else 0)
         )
+        self._stream_id = stream_id
         specs = _in_order(specs, order)
+        me = weakref.proxy(self)  # no cycle: a dropped optimizer is freed at once
         self._reducer = _make_reducer(
-            context, set_id, ranks, stream_id, specs, dtypes, options, pinned
+            context,
+            set_id,
+            ranks,
+            stream_id,
+            specs,
+            dtypes,
+            options,
+            pinned,
+            lambda: me._announce_broadcast(),
         )
         context.adopt(self._reducer)
         self.grad_ready = self._reducer.grad_ready
         if bcast_period != -1:
-            self._broadcast(groups)
+            _Broadcast(context, set_id, ranks, groups, f"{stream_id}.first").run()
 
     def _from_lowest(self, value: Any) -> Any:
         """What the lowest rank of the set passes; collective."""
@@ -269,14 +315,20 @@ class DistributedOptimizer:
         except BaseException:
             self._is_stepping = not reducer.is_idle  # idle: the step was dropped
             raise
-        if self._bcast_period > 0 and (self._num_steps + 1) % self._bcast_period == 0:
-            self._broadcast(self._groups)
+        if self._broadcast is not None:
+            try:
+                self._broadcast.run()
+            except BaseException:
+                if self._broadcast.has_failed:  # on all ranks: the step is dropped
+                    self._broadcast, self._is_stepping = None, False
+                    reducer.drop_step()
+                raise
         try:
             return self._return(self._apply(reduced))
         finally:
             self._num_steps += 1
             self._is_stepping = False
-            self._broadcasts = None
+            self._broadcast = None
             reducer.finish()
 
     @contextmanager
@@ -313,42 +365,21 @@ class DistributedOptimizer:
 
     # ---- parameters ------------------------------------------------------------------------
 
-    def _broadcast(self, groups: Sequence[_Group]) -> None:
-        """Every group from the lowest rank of its set; goes on where a wait was broken off."""
-        if self._broadcasts is None:
-            error: Exception | None = None
-            named: dict[int, dict[str, Array]] = {}
-            try:
-                for k, group in enumerate(groups):
-                    if group.ranks is not None and self._context.rank in group.ranks:
-                        named[k] = group.named()
-                        check_writable(named[k], _WHAT)
-                        self._check_unchanged(named[k])
-            except (ValueError, TypeError) as exc:
-                error = exc
-            if len(self._ranks) > 1:
-                self._context.matcher.agree(self._set_id, self._ranks, "broadcast", error, {})
-            elif error is not None:
-                raise error
-            self._broadcasts = [
-                ParameterBroadcast(
-                    self._context, groups[k].set_id, groups[k].ranks or (),
-                    min(groups[k].ranks or ()), arrays,
-                )
-                for k, arrays in named.items()
-            ]
-        for broadcast in self._broadcasts:
-            broadcast.run()
-        self._broadcasts = None
+    def _announce_broadcast(self) -> None:
+        """Called when a step is opened: one that ends with a broadcast says so before it waits.
 
-    def _check_unchanged(self, named: Mapping[str, Array]) -> None:
-        for name, array in named.items():
-            shape, dtype = self._reducer.shape_and_dtype(name)
-            if array.shape != shape or native(array.dtype) != dtype:
-                raise ValueError(
-                    f"{_WHAT}: parameter {name!r} had shape {shape} and dtype {dtype}, and now has "
-                    f"{array.shape} and {array.dtype}"
-                )
+        So a rank that steps two optimizers in another order than the root finds its part done.
+        """
+        period = self._bcast_period
+        if period > 0 and (self._num_steps + 1) % period == 0 and self._broadcast is None:
+            self._broadcast = _Broadcast(
+                self._context,
+                self._set_id,
+                self._ranks,
+                self._groups,
+                f"{self._stream_id}.{self._num_steps}",
+            )
+            self._broadcast.announce()
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
         """Add parameters, broadcast them (unless `bcast_period` is -1) and plan anew.
@@ -387,7 +418,8 @@ class DistributedOptimizer:
         reducer.add(_in_order(specs, order), dtypes)
         self._groups += new
         if self._bcast_period != -1:
-            self._broadcast(new)
+            name = f"{self._stream_id}.region{reducer.num_regions}"
+            _Broadcast(context, self._set_id, self._ranks, new, name).run()
         inner = getattr(self._wrapped, "add_param_group", None)
         if callable(inner):
             inner(group)
@@ -467,6 +499,75 @@ class DistributedOptimizer:
         return f"DistributedOptimizer({self._wrapped!r}, {len(self.plan.buckets)} buckets)"
 
 
+class _Broadcast:
+    """The parameters of some groups, each from the lowest rank of its set.
+
+    A wait that a signal handler breaks off loses nothing: `run()` again goes on.
+
+    Args:
+        context: Where.
+        set_id: Process set of the optimizer.
+        ranks: Its members.
+        groups: The groups; those of other ranks are left to them.
+        name: Tells this broadcast from all others; equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        set_id: int,
+        ranks: tuple[int, ...],
+        groups: Sequence[_Group],
+        name: str,
+    ) -> None:
+        self._matcher, self._ranks = context.matcher, ranks
+        self.has_failed = False
+        self._error: Exception | None = None
+        self._broadcasts: list[ParameterBroadcast] = []
+        try:
+            for k, group in enumerate(groups):
+                if group.ranks is not None and context.rank in group.ranks:
+                    check_writable(group.named(), _WHAT)
+                    self._broadcasts.append(
+                        ParameterBroadcast(
+                            context,
+                            f"parameters.{name}.{k}",
+                            group.set_id,
+                            group.ranks,
+                            group.ranks[0],
+                            group.named,
+                        )
+                    )
+        except (ValueError, TypeError) as exc:  # raised once all ranks know
+            self._error = exc
+        word = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        self._agreement = context.matcher.object_ticket(
+            set_id, ranks, "broadcast", word, f"broadcast.{name}"
+        )
+
+    def announce(self) -> None:
+        """Say that this rank takes part; waits for nothing."""
+        self._matcher.submit(self._agreement)
+        if self._error is None:
+            for broadcast in self._broadcasts:
+                broadcast.announce()
+
+    def run(self) -> None:
+        """Agree, and send or receive what is left.
+
+        Raises:
+            ValueError, TypeError: This rank's parameters cannot be overwritten.
+            HorovodInternalError: Another rank's cannot.
+        """
+        words = self._matcher.wait(self._matcher.submit(self._agreement))
+        self.has_failed = any(words)
+        if self._error is not None:
+            raise self._error
+        check_words(_WHAT, self._ranks, words)
+        for broadcast in self._broadcasts:
+            broadcast.run()
+
+
 # ---- reading arguments -----------------------------------------------------------------------
 
 
@@ -484,9 +585,18 @@ def _find_apply(optimizer: Any) -> Callable[[dict[str, Array]], Any]:
 
 
 def _read_options(
-    context: Context, op: object, passes: object, predivide: object, fusion_threshold: Any,
-    first_bucket: Any, views: bool, missing: str, divide_by: str, reduce_method: str | None,
-    param_pack: bool | None, param_pack_thd: Any,
+    context: Context,
+    op: object,
+    passes: object,
+    predivide: object,
+    fusion_threshold: Any,
+    first_bucket: Any,
+    views: bool,
+    missing: str,
+    divide_by: str,
+    reduce_method: str | None,
+    param_pack: bool | None,
+    param_pack_thd: Any,
 ) -> ReducerOptions:
     if reduce_method is not None:
         if op is not None:
@@ -520,13 +630,20 @@ def _read_options(
         raise ValueError(f'{_WHAT}: divide_by is "active" or "size", got {divide_by!r}')
     config = context.config
     return ReducerOptions(
-        op=reduce_op, prescale=1.0 / factor, postscale=factor, passes=passes, missing=missing,
+        op=reduce_op,
+        prescale=1.0 / factor,
+        postscale=factor,
+        passes=passes,
+        missing=missing,
         views=bool(views),
-        fusion_threshold=config.fusion_threshold if fusion_threshold is None
+        fusion_threshold=config.fusion_threshold
+        if fusion_threshold is None
         else parse_bytes(fusion_threshold, "fusion_threshold"),
-        first_bucket=config.first_bucket if first_bucket is None
+        first_bucket=config.first_bucket
+        if first_bucket is None
         else parse_bytes(first_bucket, "first_bucket"),
-        poison=config.poison_grads, check_views=config.check_views,
+        poison=config.poison_grads,
+        check_views=config.check_views,
     )
 
 
@@ -539,7 +656,10 @@ def _check_period(period: object) -> None:
 
 
 def _read_groups(
-    context: Context, optimizer: Any, named_parameters: Any, default: ProcessSet,
+    context: Context,
+    optimizer: Any,
+    named_parameters: Any,
+    default: ProcessSet,
     ranks: tuple[int, ...],
 ) -> list[_Group]:
     if named_parameters is None:
@@ -586,7 +706,10 @@ def _read_group(
 
 
 def _read_specs(
-    groups: Sequence[_Group], options: ReducerOptions, bcast_period: int, region: int,
+    groups: Sequence[_Group],
+    options: ReducerOptions,
+    bcast_period: int,
+    region: int,
     taken: Iterable[str],
 ) -> tuple[list[TensorSpec], dict[str, np.dtype[Any]], dict[str, str]]:
     """Validate the parameters: what planning needs, dtypes, and what ranks compare."""
@@ -607,9 +730,7 @@ def _read_specs(
                     f"{_WHAT}: parameter {name!r} is not contiguous (strides {array.strides} for "
                     f"shape {array.shape}); pass the whole array, or a copy"
                 )
-            check_reducible(
-                options.op, array.dtype, f"{_WHAT}: parameter {name!r}"
-            )
+            check_reducible(options.op, array.dtype, f"{_WHAT}: parameter {name!r}")
             spec = spec_of(name, array, group.ranks, region)
             specs.append(spec)
             dtypes[spec.dtype] = native(array.dtype)
@@ -634,14 +755,27 @@ def _in_order(specs: Sequence[TensorSpec], order: Sequence[str]) -> list[TensorS
 
 
 def _make_reducer(
-    context: Context, set_id: int, ranks: tuple[int, ...], stream_id: int,
-    specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]], options: ReducerOptions,
+    context: Context,
+    set_id: int,
+    ranks: tuple[int, ...],
+    stream_id: int,
+    specs: Sequence[TensorSpec],
+    dtypes: Mapping[str, np.dtype[Any]],
+    options: ReducerOptions,
     plan: Plan | None,
+    on_begin: Callable[[], None],
 ) -> Reducer:
     def make(stream: Stream) -> Reducer:
         return Reducer(
-            specs, dtypes, context.rank, stream, context.progress, options, plan,
+            specs,
+            dtypes,
+            context.rank,
+            stream,
+            context.progress,
+            options,
+            plan,
             context.agree_on(set_id, ranks),
+            on_begin,
         )
 
     try:

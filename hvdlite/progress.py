@@ -61,6 +61,10 @@ class Progress:
         """Stop advancing it."""
         self._active.pop(key, None)
 
+    def clear(self) -> None:
+        """Stop advancing anything."""
+        self._active.clear()
+
     def poll(self) -> bool:
         """Advance everything once, without waiting; whether anything moved."""
         moved = False

@@ -149,17 +149,27 @@ class Reducer:
         options: See `ReducerOptions`.
         plan: A pinned plan; None: planned here, and again once the readiness order is known.
         agree: Exchanges a text with all ranks of the stream, for growing memory.
+        on_begin: Called when a step is opened, before its first gradient; may be called again for
+            the same step.
     """
 
     grad_ready: GradReady
 
     def __init__(
-        self, specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]], rank: int,
-        stream: Stream, progress: Progress, options: ReducerOptions, plan: Plan | None,
+        self,
+        specs: Sequence[TensorSpec],
+        dtypes: Mapping[str, np.dtype[Any]],
+        rank: int,
+        stream: Stream,
+        progress: Progress,
+        options: ReducerOptions,
+        plan: Plan | None,
         agree: Callable[[str | None], list[str | None]],
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.options, self.stream = options, stream
         self._rank, self._progress, self._agree = rank, progress, agree
+        self._on_begin = on_begin
         self._is_pinned = plan is not None
         self._specs: list[TensorSpec] = []
         self._dtypes: dict[str, np.dtype[Any]] = {}
@@ -224,7 +234,8 @@ class Reducer:
         registration = merge_orders(specs, {})
         ready = merge_orders(specs, orders)
         return plan_buckets(
-            specs, registration if self.options.views else ready,
+            specs,
+            registration if self.options.views else ready,
             fusion_threshold=self.options.fusion_threshold,
             first_bucket=self.options.first_bucket,
             launch_order=ready,
@@ -254,26 +265,40 @@ class Reducer:
                 state.work = len(works)
                 self._sequence.append(state)
                 starts = tuple(layouts[q][index] for q in bucket.ranks)
-                works.append(Work(
-                    index, bucket.region, bucket.ranks, starts, bucket.nbytes,
-                    self._dtypes[bucket.dtype], self.options.op, self.options.prescale,
-                    self.options.postscale,
-                ))
+                works.append(
+                    Work(
+                        index,
+                        bucket.region,
+                        bucket.ranks,
+                        starts,
+                        bucket.nbytes,
+                        self._dtypes[bucket.dtype],
+                        self.options.op,
+                        self.options.prescale,
+                        self.options.postscale,
+                    )
+                )
         self._works = works
         self._record_rides = bool(
-            works and works[-1].index == len(plan.buckets) - 1
+            works
+            and works[-1].index == len(plan.buckets) - 1
             and works[-1].ranks == self.stream.ranks
         )
         self.stream.program(works, len(plan.buckets))
         decided = {
-            spec.ranks for spec in self._specs
-            if spec.ranks and spec.ranks[0] == self._rank and len(spec.ranks) > 1
+            spec.ranks
+            for spec in self._specs
+            if spec.ranks
+            and spec.ranks[0] == self._rank
+            and len(spec.ranks) > 1
             and spec.ranks not in self._orders
         }
         self._is_recording = bool(decided) and not self._is_pinned
-        self._decides = {
-            spec.name for spec in self._specs if spec.ranks in decided
-        } if self._is_recording else set()
+        self._decides = (
+            {spec.name for spec in self._specs if spec.ranks in decided}
+            if self._is_recording
+            else set()
+        )
 
     # ---- [1] gradients come ----------------------------------------------------------------
 
@@ -305,10 +330,7 @@ class Reducer:
                 busy = True
                 try:
                     slot = open_.get(name)
-                    if (
-                        slot is None or name in touched
-                        or grad is not absent or weight is not None
-                    ):
+                    if slot is None or name in touched or grad is not absent or weight is not None:
                         return slow(name, grad, weight)
                     touched[name] = None
                     bucket = slot.bucket
@@ -329,8 +351,10 @@ class Reducer:
                     try:
                         slot = open_[name]
                         is_plain = (
-                            grad.shape == slot.shape and grad.dtype is slot.dtype
-                            and name not in touched and weight is None
+                            grad.shape == slot.shape
+                            and grad.dtype is slot.dtype
+                            and name not in touched
+                            and weight is None
                         )
                     except (KeyError, AttributeError):  # not open, or no array at all
                         is_plain = False
@@ -358,6 +382,8 @@ class Reducer:
         slot = self._check_name(name)
         source = self._check_gradient(slot, grad)
         self._check_weight(weight)
+        if source is None and self._in_no_sync:
+            return  # this pass adds nothing
         if self._phase is _Phase.IDLE:
             self._begin(1.0 if weight is None else float(weight), weight is not None)
             slot = self._slots[name]  # a new plan may have moved it
@@ -382,6 +408,8 @@ class Reducer:
             self._recorded[name] = None
         if count == self.options.passes:
             announced.closed.add(name)
+            if self.options.check_views:  # from here on the slot is the library's
+                self._checksums[name] = zlib.crc32(_bytes_of(slot.view))
             self._complete(slot)
 
     def _check_name(self, name: str) -> _Slot:
@@ -401,9 +429,7 @@ class Reducer:
             near = get_close_matches(str(name), self._by_name, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UnknownNameError(f"grad_ready({name!r}): the optimizer has no such name{hint}")
-        if self._phase is _Phase.OPEN and (
-            name in self._announced.closed or self._is_final(name)
-        ):
+        if self._phase is _Phase.OPEN and (name in self._announced.closed or self._is_final(name)):
             raise ValueError(
                 f"grad_ready({name!r}): announced more often than backward_passes_per_step="
                 f"{self.options.passes} in this step; use no_sync() for passes that only accumulate"
@@ -458,11 +484,10 @@ class Reducer:
                 np.add(slot.view, source, out=slot.view, casting="unsafe")
             else:
                 np.copyto(slot.view, source)
-        if self.options.check_views:
-            self._checksums[slot.name] = zlib.crc32(_bytes_of(slot.view))
 
     def _begin(self, weight: float, weight_given: bool = False) -> None:
         """Open a step: everything this rank had is forgotten, the slots are its own to fill."""
+        self._on_begin()
         if self._next_plan is not None:
             self._adopt(self._next_plan)
             self._next_plan = None
@@ -482,8 +507,11 @@ class Reducer:
 
     def _open_fast_path(self) -> None:
         if (
-            self._phase is _Phase.OPEN and self.options.passes == 1 and not self._in_no_sync
-            and not self._is_recording and not self.options.check_views
+            self._phase is _Phase.OPEN
+            and self.options.passes == 1
+            and not self._in_no_sync
+            and not self._is_recording
+            and not self.options.check_views
         ):
             self._open.update(self._slots)
 
@@ -527,7 +555,8 @@ class Reducer:
             self.stream.launch(i, record)  # [3]
             self._launched = i + 1
         if (
-            not self._record_rides and self._launched == len(sequence)
+            not self._record_rides
+            and self._launched == len(sequence)
             and not any(bucket.left for bucket in self._buckets)
         ):
             # Everything is final: the others need not wait until this rank synchronizes.
@@ -582,7 +611,9 @@ class Reducer:
         self._launch_rest()
         if not stream.finished():
             self._progress.wait(
-                stream.finished, f"step {self._step} of an optimizer", stream.missing,
+                stream.finished,
+                f"step {self._step} of an optimizer",
+                stream.missing,
                 self._check_peers,
             )
         self._progress.remove(stream)
@@ -639,7 +670,7 @@ class Reducer:
         records = []
         for raw in self.stream.records():
             flags, step, digest, weight, order_nbytes = _RECORD.unpack_from(raw)
-            records.append(_Record(flags, step, digest, weight, order_nbytes, raw[_RECORD.size:]))
+            records.append(_Record(flags, step, digest, weight, order_nbytes, raw[_RECORD.size :]))
         return records
 
     def _count(self) -> None:
@@ -687,8 +718,7 @@ class Reducer:
         """Apply the policy for gradients that some rank lacks."""
         count = len(self._specs)
         had = {
-            q: record.presence(count)
-            for q, record in zip(self.stream.ranks, records, strict=True)
+            q: record.presence(count) for q, record in zip(self.stream.ranks, records, strict=True)
         }
         policy = self.options.missing
         lacking: dict[str, list[int]] = {}
@@ -758,6 +788,12 @@ class Reducer:
         self.check_usable()
         fresh: dict[str, Any] = {}
         for name, grad in grads.items():
+            if (
+                self._phase is _Phase.SYNCHRONIZED
+                and name in self._slots
+                and (_is_same_memory(grad, self._slots[name].view))
+            ):
+                continue  # from the dict that synchronize() returned
             if self._phase is not _Phase.IDLE and name in self._touched:
                 self._check_same(name, grad)
                 continue
@@ -787,6 +823,11 @@ class Reducer:
         self._phase = _Phase.IDLE
         self._result = None
         self._progress.counters.steps += 1
+
+    def drop_step(self) -> None:
+        """Forget a synchronized step that is not to be applied."""
+        self._phase = _Phase.IDLE
+        self._result = None
 
     def check_can_step(self) -> None:
         """Raise RuntimeError where a step cannot end."""
@@ -872,6 +913,8 @@ def _is_same_memory(a: Any, b: Array) -> bool:
     """Whether two arrays are one and the same piece of memory, looked at in the same way."""
     return a is b or (
         isinstance(a, np.ndarray)
-        and a.ctypes.data == b.ctypes.data and a.shape == b.shape
-        and a.strides == b.strides and a.dtype == b.dtype
+        and a.ctypes.data == b.ctypes.data
+        and a.shape == b.shape
+        and a.strides == b.strides
+        and a.dtype == b.dtype
     )

@@ -44,9 +44,7 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
         return int(values[0]) if values else 0
 
     if "OMPI_COMM_WORLD_SIZE" in env:
-        return Launcher(
-            "the mpiexec of Open MPI", ("Open MPI",), count("OMPI_COMM_WORLD_SIZE")
-        )
+        return Launcher("the mpiexec of Open MPI", ("Open MPI",), count("OMPI_COMM_WORLD_SIZE"))
     if "PMI_SIZE" in env:
         name = "the mpiexec of MPICH (or Intel MPI)"
         return Launcher(name, _FAMILY_MPICH, count("PMI_SIZE"))
@@ -156,9 +154,16 @@ def discover(comm: "MPI.Intracomm") -> Topology:
     hosts, pids, namespaces, local_sizes = zip(*facts, strict=True)
     one_namespace = len(set(namespaces)) == 1
     return Topology(
-        comm.rank, comm.size, local_rank, local_size, cross_rank, cross_size, hosts,
+        comm.rank,
+        comm.size,
+        local_rank,
+        local_size,
+        cross_rank,
+        cross_size,
+        hosts,
         pids if one_namespace else (0,) * comm.size,
-        len(set(local_sizes)) == 1, one_namespace,
+        len(set(local_sizes)) == 1,
+        one_namespace,
     )
 
 

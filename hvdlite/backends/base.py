@@ -220,9 +220,7 @@ class Backend(Protocol):
         """Its message side."""
         ...
 
-    def open_stream(
-        self, stream_id: int, ranks: tuple[int, ...], agree: "Agree"
-    ) -> Stream:
+    def open_stream(self, stream_id: int, ranks: tuple[int, ...], agree: "Agree") -> Stream:
         """Make the stream of one optimizer; collective over `ranks`.
 
         Args:

@@ -106,9 +106,7 @@ class LocalBackend:
     def __init__(self) -> None:
         self.control = LocalControl()
 
-    def open_stream(
-        self, stream_id: int, ranks: tuple[int, ...], agree: Agree
-    ) -> LocalStream:
+    def open_stream(self, stream_id: int, ranks: tuple[int, ...], agree: Agree) -> LocalStream:
         """See `Backend.open_stream`; also serves one-rank sets of a larger world."""
         return LocalStream(ranks[0])
 

@@ -61,9 +61,7 @@ class MpiControl:
     max_payload = _MAX_PAYLOAD
     small_payload = 16 * 1024
 
-    def __init__(
-        self, comm: "MPI.Intracomm", pids: Sequence[int], generation: int = 0
-    ) -> None:
+    def __init__(self, comm: "MPI.Intracomm", pids: Sequence[int], generation: int = 0) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.streams: WeakValueDictionary[int, MpiStream] = WeakValueDictionary()
         self._pids = list(pids)
@@ -97,9 +95,7 @@ class MpiControl:
         prefix = struct.pack("=4q", self._serial, len(head), len(payload), self._generation)
         message = b"".join((prefix, head, payload))
         for r in to:  # one C call: the request is kept as soon as it exists
-            self._sends[r].extend(
-                starmap(self.comm.Isend, [([message, _byte()], r, _CONTROL_TAG)])
-            )
+            self._sends[r].extend(starmap(self.comm.Isend, [([message, _byte()], r, _CONTROL_TAG)]))
         return True
 
     def poll(self, deliver: Deliver) -> bool:
@@ -178,7 +174,11 @@ class MpiStream:
     name = "mpi"
 
     def __init__(
-        self, control: MpiControl, data: "MPI.Intracomm", stream_id: int, ranks: tuple[int, ...],
+        self,
+        control: MpiControl,
+        data: "MPI.Intracomm",
+        stream_id: int,
+        ranks: tuple[int, ...],
         block_elements: int,
     ) -> None:
         self.ranks = ranks
@@ -347,9 +347,7 @@ class _Exchange:
         self._out, self._back = [], []
         self.begun = self.done = False
 
-    def begin(
-        self, comm: "MPI.Intracomm", scratch: Array, tag: int, weights: list[float]
-    ) -> None:
+    def begin(self, comm: "MPI.Intracomm", scratch: Array, tag: int, weights: list[float]) -> None:
         """All members have arrived: send what is theirs, receive what is ours."""
         if not self._out:
             size = self._own.size
@@ -357,7 +355,8 @@ class _Exchange:
             self._weights, self._tag = weights, tag
             np.copyto(self._operands[self._me], self._own)
             receives = [
-                piece for q in self.others
+                piece
+                for q in self.others
                 for piece in _messages(self._operands[self.ranks.index(q)], q, tag)
             ]
             sends = [piece for q in self.others for piece in _messages(self._slices[q], q, tag)]
@@ -401,9 +400,7 @@ class MpiBackend:
         self._data = data
         self._block_elements = block_elements
 
-    def open_stream(
-        self, stream_id: int, ranks: tuple[int, ...], agree: Agree
-    ) -> MpiStream:
+    def open_stream(self, stream_id: int, ranks: tuple[int, ...], agree: Agree) -> MpiStream:
         """See `Backend.open_stream`."""
         stream = MpiStream(self.control, self._data, stream_id, ranks, self._block_elements)
         agree(None)  # nobody sends before everybody listens

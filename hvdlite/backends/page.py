@@ -76,7 +76,10 @@ class ControlPage:
     """
 
     def __init__(
-        self, rank: int, size: int, arena_bytes: int,
+        self,
+        rank: int,
+        size: int,
+        arena_bytes: int,
         share: Callable[[str | None], list[str | None]],
     ) -> None:
         self.rank, self.size = rank, size
@@ -90,8 +93,11 @@ class ControlPage:
         data = (note * _WORD + _NOTE_BYTES + 4095) // 4096 * 4096
         self._note_offset = note * _WORD
         self._data = [
-            (data + i * _SMALL_BYTES if i < _NUM_SMALL
-             else data + _NUM_SMALL * _SMALL_BYTES + (i - _NUM_SMALL) * _LARGE_BYTES)
+            (
+                data + i * _SMALL_BYTES
+                if i < _NUM_SMALL
+                else data + _NUM_SMALL * _SMALL_BYTES + (i - _NUM_SMALL) * _LARGE_BYTES
+            )
             for i in range(self._num_entries)
         ]
         row_bytes = data + _NUM_SMALL * _SMALL_BYTES + num_large * _LARGE_BYTES
@@ -255,7 +261,9 @@ def is_running(pid: int) -> bool:
 
 
 def shared_segment(
-    nbytes: int, is_maker: bool, share: Callable[[str | None], list[str | None]],
+    nbytes: int,
+    is_maker: bool,
+    share: Callable[[str | None], list[str | None]],
     refusal: str | None = None,
 ) -> Segment:
     """Make one segment and map it on every rank, or on none.

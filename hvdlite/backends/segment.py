@@ -56,8 +56,9 @@ class Segment:
             path.unlink()
             if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
                 raise OSError(
-                    exc.errno, f"{DIRECTORY} has no room for {nbytes} bytes; enlarge it "
-                    "(docker: --shm-size=2g; mount -o remount,size=2g /dev/shm)"
+                    exc.errno,
+                    f"{DIRECTORY} has no room for {nbytes} bytes; enlarge it "
+                    "(docker: --shm-size=2g; mount -o remount,size=2g /dev/shm)",
                 ) from exc
             raise
 

@@ -68,17 +68,22 @@ class ShmStream:
         slot = -(-record_nbytes // 64) * 64
         rows = self._share([2 * slot + size for size in sizes], agree)
         self._record_nbytes, self._record_slot, self._records = record_nbytes, slot, rows
-        self._rows.append([
-            row[2 * slot : 2 * slot + size] for row, size in zip(rows, sizes, strict=True)
-        ])
+        self._rows.append(
+            [row[2 * slot : 2 * slot + size] for row, size in zip(rows, sizes, strict=True)]
+        )
         self.buffers.append(self._rows[-1][self._me])
 
     def program(self, works: Sequence[Work], num_positions: int) -> None:
         """See `Stream.program`."""
         self._works = [
             _CompiledWork(
-                work, [self.ranks.index(q) for q in work.ranks], self._me, self._flags,
-                self._weights, self._rows[work.region], self._block_elements,
+                work,
+                [self.ranks.index(q) for q in work.ranks],
+                self._me,
+                self._flags,
+                self._weights,
+                self._rows[work.region],
+                self._block_elements,
             )
             for work in works
         ]
@@ -173,7 +178,8 @@ class ShmStream:
             late = {q for q in work.peers if self._flags[q][_ARRIVED] < position}
         if not late and self._concluded:
             late = {
-                self.ranks.index(q) for flags, offset, q in self._last
+                self.ranks.index(q)
+                for flags, offset, q in self._last
                 if flags[_REDUCED] < self._base + offset
             } | {q for q, flags in enumerate(self._flags) if flags[_ARRIVED] < self._concluded}
         return [self.ranks[q] for q in sorted(late)]
@@ -195,8 +201,14 @@ class _CompiledWork:
     """
 
     def __init__(
-        self, work: Work, rows: Sequence[int], me: int, flags: Sequence[memoryview],
-        weights: Sequence["memoryview[float]"], buffers: Sequence[Array], block_elements: int,
+        self,
+        work: Work,
+        rows: Sequence[int],
+        me: int,
+        flags: Sequence[memoryview],
+        weights: Sequence["memoryview[float]"],
+        buffers: Sequence[Array],
+        block_elements: int,
     ) -> None:
         self.offset = work.index + 1
         self.peers = tuple(q for q in rows if q != me)
@@ -245,9 +257,7 @@ class ShmBackend:
         self.control = control
         self._block_elements = block_elements
 
-    def open_stream(
-        self, stream_id: int, ranks: tuple[int, ...], agree: Agree
-    ) -> ShmStream:
+    def open_stream(self, stream_id: int, ranks: tuple[int, ...], agree: Agree) -> ShmStream:
         """See `Backend.open_stream`."""
         return ShmStream(self.control.rank, ranks, self._block_elements, agree)
 

@@ -89,13 +89,13 @@ def test_a_message_for_nobody_is_read_by_nobody(pages):
     assert received(b) == []
 
 
-@pytest.mark.parametrize("extra", [-1, 0])
-def test_payloads_of_every_size_arrive_whole(pages, extra):
+def test_payloads_of_every_size_arrive_whole(pages):
     a, b, _ = pages
-    for base in (1, 100, a.small_payload, 4096, 60_000, a.max_payload):
-        payload = random.Random(base).randbytes(base + extra)
-        assert a.post([1], ("p", base), payload)
-        assert received(b) == [(0, ("p", base), payload)]
+    for size in (0, 1, 100, a.small_payload, *range(4050, 4100, 3), 60_000, a.max_payload):
+        payloads = [random.Random(size + k).randbytes(size) for k in range(3)]
+        for payload in payloads:  # one that needs more than its entry would spoil its neighbour
+            assert a.post([1], ("p", size), payload)
+        assert received(b) == [(0, ("p", size), payload) for payload in payloads]
 
 
 def test_a_payload_is_copied_before_post_returns(pages):
@@ -149,7 +149,7 @@ def test_a_reader_that_lags_behind_thousands_of_messages_gets_its_own_in_order(p
     a, b, c = pages
     sent = []
     for k in range(2500):
-        if k % 100 == 0:
+        if k % 100 == 99:  # the last one too
             assert a.post([1, 2], ("b too", k))
             sent.append((0, ("b too", k), b""))
         else:
@@ -158,38 +158,105 @@ def test_a_reader_that_lags_behind_thousands_of_messages_gets_its_own_in_order(p
     assert received(b) == sent
 
 
+class Slow:
+    """A row as its reader or its author sees it: at the n-th access somebody else has a turn.
+
+    Args:
+        words: The row.
+        turn: What the other one does.
+        when: At which access, counted from 0.
+    """
+
+    def __init__(self, words, turn, when):
+        self.words, self.turn, self.when = words, turn, when
+        self.count = 0
+
+    def _pass(self):
+        self.count += 1
+        if self.count == self.when + 1:
+            self.turn()
+
+    def __getitem__(self, key):
+        value = self.words[key]
+        self._pass()
+        return value
+
+    def __setitem__(self, key, value):
+        self.words[key] = value
+        self._pass()
+
+
+def fill_with_messages_for_b(a, b):
+    """All large entries hold messages that `b` has read, and `c` did not look at yet."""
+    count = 0
+    while a.post([1], ("b", count), bytes(5000)):
+        count += 1
+    received(b)
+    assert count >= 4
+
+
 def test_a_reader_never_takes_an_entry_that_is_used_again_for_the_old_message(pages):
     # A reader was descheduled between looking at the serial number and at the mask of an entry; its
     # author meanwhile used the entry again, for a message to this reader: that came too early, and
-    # twice.
+    # those before it were lost.
     a, b, c = pages
-    for k in range(256):
-        assert a.post([1], ("b", k))
-    received(b)
-    assert a.post([2], ("c", 0))
-    assert a.post([2], ("c", 1))
-    got, early = [], []
+    words, count, when = c._words[0], 1, 0
+    while when < count:
+        received(c)
+        fill_with_messages_for_b(a, b)
+        assert a.post([2], ("c", 0), bytes(5000))
+        assert a.post([2], ("c", 1), bytes(5000))
+        slow = Slow(words, lambda: a.post([2], ("c", 2), bytes(5000)), when)
+        c._words[0] = slow
+        got = []
+        try:
+            for _ in range(3):
+                got += [header for _, header, _ in received(c)]
+        finally:
+            c._words[0] = words
+        got += [header for _, header, _ in received(c)]
+        assert got == [("c", 0), ("c", 1), ("c", 2)], f"at access {when}"
+        count, when = slow.count, when + 1
+    assert when > 20
 
-    class Slow:
-        """The author's row as `c` sees it: while it is read, the author posts on."""
 
-        def __init__(self, words):
-            self.words = words
+def test_a_reader_that_looks_in_the_middle_of_a_post_sees_nothing_of_it(pages):
+    a, b, c = pages
+    words, count, when = a._mine, 1, 0
+    while when < count:
+        received(c)
+        fill_with_messages_for_b(a, b)
+        got = []
+        slow = Slow(words, lambda got=got: got.extend(received(c)), when)
+        a._mine = slow
+        try:
+            assert a.post([2], ("c", when), b"x" * 5000)
+        finally:
+            a._mine = words
+        got += received(c)
+        assert got == [(0, ("c", when), b"x" * 5000)], f"at access {when}"
+        count, when = slow.count, when + 1
+    assert when > 10
 
-        def __getitem__(self, key):
-            value = self.words[key]
-            if isinstance(key, int) and len(early) < 20:
-                early.append(a.post([2], ("c", 2 + len(early))))
-            return value
 
-    c._words[0], words = Slow(c._words[0]), c._words[0]
-    try:
-        for _ in range(40):
-            c.poll(lambda _a, header, _p: got.append(header))
-    finally:
-        c._words[0] = words
-    assert early == [True] * 20
-    assert got == [("c", k) for k in range(22)]
+def test_an_author_that_laps_a_slow_reader_loses_none_of_its_messages(pages):
+    a, b, c = pages
+    words = c._words[0]
+    for when in (1, 2, 5):
+        for k in range(4):
+            assert a.post([2], ("c", k))
+
+        def lap():
+            for k in range(600):
+                assert a.post([1], ("b", k))
+                received(b)
+
+        c._words[0] = Slow(words, lap, when)
+        try:
+            got = [header for _, header, _ in received(c)]
+        finally:
+            c._words[0] = words
+        assert got + [header for _, header, _ in received(c)] == [("c", k) for k in range(4)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -339,6 +406,15 @@ def test_looking_at_the_living_changes_nothing():
     b.announce(RankState.LEFT)
     a.check_alive([1])
     assert a.state(1) == (RankState.LEFT, "")
+
+
+def test_a_rank_that_left_before_its_process_ended_has_left(monkeypatch):
+    a, b = make_pages(2)
+    b.announce(RankState.LEFT)
+    monkeypatch.setattr(page_module, "is_running", lambda pid: False)
+    a.check_alive([0, 1])
+    assert a.state(1) == (RankState.LEFT, "")
+    assert a.state(0) == (RankState.ALIVE, "")  # nobody looks at itself
 
 
 def test_a_rank_that_has_not_written_its_pid_yet_is_not_gone():
