@@ -188,8 +188,6 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as exc:
             raise ConfigError(f"this is no bucket plan: {type(exc).__name__}: {exc}") from exc
-        if any(len(bucket.names) != len(bucket.offsets) for bucket in buckets):
-            raise ConfigError("this is no bucket plan: a bucket has not one offset a name")
         if sorted(memory) != list(range(len(buckets))):
             raise ConfigError(f"this is no bucket plan: memory order {memory}")
         return plan
@@ -222,6 +220,8 @@ class Plan:
         seen: set[str] = set()
         for bucket in self.buckets:
             end = 0
+            if len(bucket.names) != len(bucket.offsets):
+                raise ConfigError("plan: a bucket has not one offset for each name")
             for name, offset in zip(bucket.names, bucket.offsets, strict=True):
                 spec, key = wanted.get(name, (None, None))
                 if spec is None or name in seen:
