@@ -177,8 +177,8 @@ class Context:
             made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
             self._check_new(made)
             content = {"ranks": str(list(made.ranks))}
-        except (ValueError, TypeError) as exc:
-            error = exc
+        except Exception as exc:
+            error = exc  # raised by agree(), once all ranks know
         world = tuple(range(self.size))
         self.matcher.agree(0, world, "add_process_set", error, content)
         assert isinstance(made, ProcessSet)

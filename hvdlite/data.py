@@ -7,6 +7,7 @@ import numpy as np
 
 from hvdlite.context import current
 from hvdlite.errors import MismatchError
+from hvdlite.negotiation import check_words
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.types import Array
 
@@ -82,17 +83,23 @@ def average_metrics(
         A new dict in this rank's order.
     Raises:
         TypeError: A value is no real number.
+        HorovodInternalError: On the other ranks then; quotes it.
         MismatchError: On every rank: the names differ.
     """
     context = current()
     set_id, ranks = context.members(process_set, "average_metrics")
-    own = {}
-    for name, value in metrics.items():
-        number = np.asarray(value)
-        if number.ndim or number.dtype.kind not in "biuf":
-            raise TypeError(f"average_metrics: {name!r} is no real number: {value!r}")
-        own[str(name)] = float(number)
-    everything = context.matcher.exchange(set_id, ranks, "average_metrics", own)
+    own: dict[str, float] = {}
+    error: Exception | None = None
+    try:
+        own = _real_numbers(metrics)
+    except Exception as exc:
+        error = exc  # raised below, once all ranks know
+    word = None if error is None else f"{type(error).__name__}: {error}"
+    said = context.matcher.exchange(set_id, ranks, "average_metrics", (word, own))
+    if error is not None:
+        raise error
+    check_words("average_metrics", ranks, [text for text, _ in said])
+    everything = [metrics for _, metrics in said]
     for r, others in zip(ranks, everything, strict=True):
         if others.keys() != everything[0].keys():
             raise MismatchError(
@@ -100,3 +107,15 @@ def average_metrics(
                 f"rank {r} has {sorted(others)}"
             )
     return {name: sum(others[name] for others in everything) / len(ranks) for name in own}
+
+
+def _real_numbers(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"average_metrics: a mapping name -> number, got {type(metrics).__name__}")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        number = np.asarray(value)
+        if number.ndim or number.dtype.kind not in "biuf":
+            raise TypeError(f"average_metrics: {name!r} is no real number: {value!r}")
+        numbers[str(name)] = float(number)
+    return numbers

@@ -9,8 +9,7 @@ import numpy as np
 from hvdlite.bucket import native
 from hvdlite.collectives import call_name, check_root
 from hvdlite.context import Context, current
-from hvdlite.errors import HorovodInternalError
-from hvdlite.negotiation import Ticket, separate
+from hvdlite.negotiation import Ticket, check_contents, check_words, separate
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.types import Array
 
@@ -38,17 +37,20 @@ def broadcast_object(
     Returns:
         The object itself on the root, a copy elsewhere.
     Raises:
-        ValueError: The root is no member of the set.
+        ValueError: The root is no member of the set; the other ranks raise HorovodInternalError.
         HorovodInternalError: The root's object does not pickle (on the root: its own error).
         MismatchError: The ranks name different roots.
     """
     context = current()
     set_id, ranks = context.members(process_set, "broadcast_object")
-    root = check_root(root_rank, ranks, "broadcast_object")
+    root, error = ranks[0], None
+    try:
+        root = check_root(root_rank, ranks, "broadcast_object")
+    except (ValueError, TypeError) as exc:
+        error = exc
     is_root = context.rank == root
-    objects = _exchange(
-        context, set_id, ranks, "broadcast_object", name, (("root_rank", root),), obj, is_root
-    )
+    sends = is_root and error is None
+    objects = _exchange(context, set_id, ranks, "broadcast_object", name, obj, sends, root, error)
     return obj if is_root else objects[ranks.index(root)]
 
 
@@ -70,7 +72,7 @@ def allgather_object(
     """
     context = current()
     set_id, ranks = context.members(process_set, "allgather_object")
-    return _exchange(context, set_id, ranks, "allgather_object", name, (), obj, True)
+    return _exchange(context, set_id, ranks, "allgather_object", name, obj, True)
 
 
 def _exchange(
@@ -79,41 +81,40 @@ def _exchange(
     ranks: tuple[int, ...],
     kind: str,
     name: str | None,
-    fields: tuple[tuple[str, Any], ...],
     obj: Any,
     sends: bool,
+    root: int = -1,
+    error: Exception | None = None,
 ) -> list[Any]:
-    """Pickles from those who send to all; a failure to pickle is told to all."""
-    failure: Exception | None = None
+    """Pickles from those who send to all; an error of one rank is told to all."""
     data = b""
     if sends:
         try:
             data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         except Exception as exc:
-            failure = exc
-    story = "" if failure is None else f"{type(failure).__name__}: {failure}"[:200]
-    stories: list[str] = []
+            error = exc  # whatever __reduce__ raises; raised below, once all ranks know
+    word = None if error is None else f"{type(error).__name__}: {error}"[:200]
+    said: list[tuple[str | None, int]] = []
 
     def place(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
-        stories[:] = [str(extra) for extra in extras]
+        said[:] = extras
         return separate(sizes, extras)
 
     ticket = Ticket(
         set_id,
         ranks,
         call_name(context, set_id, kind, name),
-        (("kind", kind), *fields),
+        (("kind", kind),),
         np.frombuffer(data, np.uint8),
         place=place,
         finish=lambda parts: parts,
-        extra=story,
+        extra=(word, root),
     )
     parts = context.matcher.call(ticket)
-    if failure is not None:
-        raise failure
-    bad = [f"rank {r}: {text}" for r, text in zip(ranks, stories, strict=True) if text]
-    if bad:
-        raise HorovodInternalError(f"{ticket.what}: an object does not pickle; " + "; ".join(bad))
+    if error is not None:
+        raise error
+    check_words(ticket.what, ranks, [text for text, _ in said])
+    check_contents(ticket.what, ranks, [[("root_rank", str(r))] for _, r in said])
     return [pickle.loads(part.data) if part.size else None for part in parts]
 
 
@@ -150,8 +151,8 @@ def broadcast_parameters(
             returned = params = list(named_arrays(params, "broadcast_parameters").items())
         named = named_arrays(params, "broadcast_parameters")
         check_writable(named, "broadcast_parameters")
-    except (ValueError, TypeError) as exc:
-        error = exc
+    except Exception as exc:
+        error = exc  # raised by agree(), once all ranks know
     content = {"root_rank": str(root), **describe_arrays(named)}
     context.matcher.agree(set_id, ranks, "broadcast_parameters", error, content)
     name = context.matcher.unnamed(set_id, "broadcast_parameters")

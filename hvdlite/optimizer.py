@@ -538,7 +538,7 @@ class _Broadcast:
                             group.named,
                         )
                     )
-        except (ValueError, TypeError) as exc:  # raised once all ranks know
+        except Exception as exc:  # raised once all ranks know
             self._error = exc
         word = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
         self._agreement = context.matcher.object_ticket(
@@ -619,7 +619,9 @@ def _read_options(
         )
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise ValueError(f"{_WHAT}: backward_passes_per_step must be an int >= 1, got {passes!r}")
-    factor = float(predivide)  # type: ignore[arg-type]  # what is no number raises here
+    if isinstance(predivide, bool) or not isinstance(predivide, int | float | np.number):
+        raise TypeError(f"{_WHAT}: gradient_predivide_factor is a number, got {predivide!r}")
+    factor = float(predivide)  # type: ignore[arg-type]  # no complex number comes here as such
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"{_WHAT}: gradient_predivide_factor must be > 0, got {predivide!r}")
     if factor != 1.0 and reduce_op is not ReduceOp.AVERAGE:
@@ -744,6 +746,8 @@ def _read_specs(
 def _read_plan(plan: Any, specs: Sequence[TensorSpec]) -> Plan | None:
     if plan is None:
         return None
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise TypeError(f"{_WHAT}: plan is a Plan or the path of one, got {type(plan).__name__}")
     pinned = plan if isinstance(plan, Plan) else Plan.load(plan)
     pinned.check_covers(specs)
     return pinned

@@ -19,6 +19,8 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise TypeError(f"process set: ranks are a list of ints, got {ranks!r}")
         listed = list(ranks)
         for r in listed:
             if isinstance(r, bool) or not hasattr(r, "__index__"):

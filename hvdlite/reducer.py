@@ -184,6 +184,7 @@ class Reducer:
         self._touched: dict[str, Any] = {}  # announced in this step -> weak reference to the array
         self._announced = _Announced()
         self._launched = 0  # of this rank's works
+        self._record: bytes | None = None  # of the open step, once it is final
         self._is_filled = False  # slots of missing gradients are zero
         self._failure: Exception | None = None  # this rank's own, told to all by the record
         self._result: dict[str, Array] | None = None
@@ -356,12 +357,13 @@ class Reducer:
                             and name not in touched
                             and weight is None
                         )
-                    except (KeyError, AttributeError):  # not open, or no array at all
+                        word = ref(grad)
+                    except (KeyError, AttributeError, TypeError):  # not open, or no array
                         is_plain = False
                     if not is_plain:
                         return slow(name, grad, weight)
                     slot.view[...] = grad  # half the overhead of np.copyto
-                    touched[name] = ref(grad)
+                    touched[name] = word
                     bucket = slot.bucket
                     bucket.left = left = bucket.left - 1
                     if not left:
@@ -497,6 +499,7 @@ class Reducer:
             bucket.left = len(bucket.names)
         self._weight, self._weight_given = weight, weight_given
         self._launched = 0
+        self._record = None
         self._is_filled = False
         self._announced = _Announced()
         self._touched.clear()
@@ -550,7 +553,7 @@ class Reducer:
             if self._record_rides and i == len(sequence) - 1:
                 if any(bucket.left for bucket in self._buckets):
                     return  # the record is not final yet
-                record = self._make_record()
+                record = self._final_record()
             self._progress.add(self.stream, self.stream.advance)
             self.stream.launch(i, record)  # [3]
             self._launched = i + 1
@@ -561,10 +564,16 @@ class Reducer:
         ):
             # Everything is final: the others need not wait until this rank synchronizes.
             self._progress.add(self.stream, self.stream.advance)
-            self.stream.conclude(self._make_record())
+            self.stream.conclude(self._final_record())
             self._progress.nudge(self.stream.advance)
         elif self._launched:
             self._progress.nudge(self.stream.advance)
+
+    def _final_record(self) -> bytes:
+        """This step's record: made once, so that a resumed step says the same again."""
+        if self._record is None:
+            self._record = self._make_record()
+        return self._record
 
     def _make_record(self) -> bytes:
         """What the other ranks must know of this rank's step."""

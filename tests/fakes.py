@@ -123,16 +123,21 @@ class NetworkControl:
 class LoggingStream:
     """`Stream` of one rank that does what the test tells it and writes down what it is told.
 
+    The bytes stay as they are: what a reduction would make of them is a backend's business.
+
     Args:
         rank: This rank.
         ranks: Members.
 
     Attributes:
-        log: What happened, e.g. "begin 0", "launch 2", "launch 3 with record", "conclude".
-        peer_record: Makes the record of another rank out of this rank's; default: the same.
+        log: What happened, e.g. "begin 0 0 1", "launch 2", "launch 3 with record", "conclude".
+        sent: Bytes of each work at the moment of its launch.
+        peers: Streams of the ranks that take part; the others say what this one says.
+        change_record: Changes the record of another rank on its way.
         on_advance: Called by `advance()`; may raise, as a signal handler does.
         is_released: Whether the peers have come, so that what was launched is done.
-        sent: Bytes of each work at the moment of its launch.
+        late: What `missing()` says until then.
+        closed: What `closed_ranks()` says.
     """
 
     name = "fake"
@@ -143,21 +148,22 @@ class LoggingStream:
         self.log: list[str] = []
         self.works: list[Work] = []
         self.sent: dict[int, bytes] = {}
-        self.peer_record: Callable[[int, bytes], bytes] = lambda _, record: record
+        self.peers: dict[int, LoggingStream] = {rank: self}
+        self.change_record: Callable[[int, bytes], bytes] = lambda _, record: record
         self.on_advance: Callable[[], None] = lambda: None
         self.is_released = True
         self.late: list[int] = []
         self.closed: list[int] = []
+        self.record: bytes | None = None
         self._rank = rank
         self._num_launched = 0
-        self._record: bytes | None = None
-        self.record_nbytes = 0
+        self._record_nbytes = 0
 
     def grow(self, sizes: Sequence[int], record_nbytes: int, agree: Agree) -> None:
         """See `Stream.grow`."""
         self.log.append(f"grow {list(sizes)}")
         self.buffers.append(aligned_zeros(sizes[self.ranks.index(self._rank)]))
-        self.record_nbytes = record_nbytes
+        self._record_nbytes = record_nbytes
 
     def program(self, works: Sequence[Work], num_positions: int) -> None:
         """See `Stream.program`."""
@@ -168,26 +174,32 @@ class LoggingStream:
         """See `Stream.begin`."""
         self.log.append(f"begin {base} {parity} {weight:g}")
         self._num_launched = 0
-        self._record = None
+        self.record = None
         self.sent = {}
 
     def launch(self, i: int, record: bytes | None = None) -> None:
         """See `Stream.launch`."""
         assert i <= self._num_launched, "out of order"
+        if record is not None:
+            self._take_record(record)
         if i == self._num_launched:  # said twice counts once
             work = self.works[i]
             start = work.starts[work.ranks.index(self._rank)]
             self.sent[i] = self.buffers[work.region][start : start + work.nbytes].tobytes()
             self.log.append(f"launch {work.index}" + (" with record" if record else ""))
             self._num_launched = i + 1
-        self._record = record or self._record
 
     def conclude(self, record: bytes) -> None:
         """See `Stream.conclude`."""
         assert self._num_launched == len(self.works), "before all were launched"
-        if self._record is None:
+        if self.record is None:
             self.log.append("conclude")
-        self._record = record
+        self._take_record(record)
+
+    def _take_record(self, record: bytes) -> None:
+        assert len(record) <= self._record_nbytes
+        assert self.record in (None, record), "a peer may have read the other one"
+        self.record = record
 
     def advance(self) -> bool:
         """See `Stream.advance`."""
@@ -200,17 +212,20 @@ class LoggingStream:
 
     def finished(self) -> bool:
         """See `Stream.finished`."""
-        return self.is_released and self._record is not None
+        return self.is_released and all(peer.record is not None for peer in self.peers.values())
 
     def records(self) -> list[bytes]:
-        """See `Stream.records`."""
-        assert self._record is not None
-        mine = self._record.ljust(self.record_nbytes, b"\0")
-        return [mine if q == self._rank else self.peer_record(q, mine) for q in self.ranks]
+        """See `Stream.records`; of full length, as shared memory has them."""
+        assert self.finished()
+        found = []
+        for q in self.ranks:
+            record = (self.peers.get(q, self).record or b"").ljust(self._record_nbytes, b"\0")
+            found.append(record if q == self._rank else self.change_record(q, record))
+        return found
 
     def missing(self) -> list[int]:
         """See `Stream.missing`."""
-        return [] if self.is_released else self.late
+        return [] if self.finished() else self.late
 
     def close(self) -> None:
         """See `Stream.close`."""
@@ -219,36 +234,3 @@ class LoggingStream:
     def closed_ranks(self) -> list[int]:
         """See `Stream.closed_ranks`."""
         return self.closed
-
-
-class FakeMatcher:
-    """What a `Reducer` needs of the matching layer; answers for the peers.
-
-    Args:
-        orders: What the peers say in the exchange before a new plan.
-
-    Attributes:
-        log: Calls, in order.
-        on_wait: Called by `wait()`; may raise, as a signal handler does.
-    """
-
-    def __init__(self, orders: Sequence[tuple[str, ...]] = ()) -> None:
-        self.progress = Progress(Network(1).controls[0], 5.0)
-        self.orders = list(orders)
-        self.log: list[Any] = []
-        self.on_wait: Callable[[], None] = lambda: None
-
-    def object_ticket(self, set_id: int, ranks: tuple[int, ...], what: str, value: Any) -> Any:
-        """See `Matcher.object_ticket`."""
-        self.log.append((what, value))
-        return value
-
-    def submit(self, ticket: Any) -> Any:
-        """See `Matcher.submit`."""
-        self.log.append("submit")
-        return ticket
-
-    def wait(self, ticket: Any) -> list[Any]:
-        """See `Matcher.wait`."""
-        self.on_wait()
-        return [ticket, *self.orders]

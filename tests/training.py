@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,8 @@ def gradient(k: int, rank: int, step: int = 0, like: Array | None = None) -> Arr
 
 def total(k: int, ranks: Sequence[int], step: int = 0, like: Array | None = None) -> Array:
     """The sum of `gradient()` over ranks."""
-    return np.sum([gradient(k, r, step, like) for r in ranks], axis=0)
+    grads = [gradient(k, r, step, like) for r in ranks]
+    return np.sum(grads, axis=0).astype(grads[0].dtype)
 
 
 def mean(k: int, ranks: Sequence[int], step: int = 0, like: Array | None = None) -> Array:
@@ -34,8 +35,10 @@ def mean(k: int, ranks: Sequence[int], step: int = 0, like: Array | None = None)
     return (summed / len(ranks)).astype(summed.dtype)
 
 
-def zeros(names: str, shape: tuple[int, ...] = (3,), dtype: Any = np.float64) -> dict[str, Array]:
-    """Parameters named by the letters of `names`."""
+def zeros(
+    names: Iterable[str], shape: tuple[int, ...] = (3,), dtype: Any = np.float64
+) -> dict[str, Array]:
+    """Parameters of these names; of a string each letter is one."""
     return {name: np.zeros(shape, dtype) for name in names}
 
 
