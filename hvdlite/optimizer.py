@@ -621,7 +621,7 @@ def _read_options(
         raise ValueError(f"{_WHAT}: backward_passes_per_step must be an int >= 1, got {passes!r}")
     if isinstance(predivide, bool) or not isinstance(predivide, int | float | np.number):
         raise TypeError(f"{_WHAT}: gradient_predivide_factor is a number, got {predivide!r}")
-    factor = float(predivide)  # type: ignore[arg-type]  # no complex number comes here as such
+    factor = float(predivide)
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"{_WHAT}: gradient_predivide_factor must be > 0, got {predivide!r}")
     if factor != 1.0 and reduce_op is not ReduceOp.AVERAGE:
