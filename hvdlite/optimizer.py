@@ -377,7 +377,7 @@ class DistributedOptimizer:
                 self._set_id,
                 self._ranks,
                 self._groups,
-                f"{self._stream_id}.{self._num_steps}",
+                f"{self._stream_id}.{self._reducer.step_number}",
             )
             self._broadcast.announce()
 

@@ -280,6 +280,7 @@ class Reducer:
                     )
                 )
         self._works = works
+        self._work_nbytes = sum(work.nbytes for work in works)
         self._record_rides = bool(
             works
             and works[-1].index == len(plan.buckets) - 1
@@ -637,12 +638,15 @@ class Reducer:
             failure = exc
         phase = _Phase.SYNCHRONIZED if failure is None else _Phase.IDLE
         base = self._base + len(self._plan.buckets) + 1
+        counters, num_works = self._progress.counters, len(self._works)
         # Plain stores, no call between them: a signal handler sees all of them or none.
+        counters.buckets += num_works
+        counters.collectives += num_works
+        counters.bytes += self._work_nbytes
         self._result = result
         self._phase = phase
         self._step += 1
         self._base = base
-        self._count()
         if result is None:
             raise failure or HvdliteError("the step failed")
         return result
@@ -681,12 +685,6 @@ class Reducer:
             flags, step, digest, weight, order_nbytes = _RECORD.unpack_from(raw)
             records.append(_Record(flags, step, digest, weight, order_nbytes, raw[_RECORD.size :]))
         return records
-
-    def _count(self) -> None:
-        counters = self._progress.counters
-        counters.buckets += len(self._works)
-        counters.collectives += len(self._works)
-        counters.bytes += sum(work.nbytes for work in self._works)
 
     def _evaluate(self, records: Sequence[_Record]) -> dict[str, Array]:
         """[5] The same verdict on every rank, from the same records; [6] the dict."""
@@ -775,6 +773,11 @@ class Reducer:
         self._is_recording = False
 
     # ---- between steps ---------------------------------------------------------------------
+
+    @property
+    def step_number(self) -> int:
+        """Number of the step that is under way or comes next, dropped ones counted."""
+        return self._step
 
     @property
     def is_idle(self) -> bool:

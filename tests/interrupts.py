@@ -96,6 +96,8 @@ class Interrupter:
                         self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
                         raise self.error
                 last = words[frame.f_lasti]
+            elif event == "exception":
+                last = -1  # a call that raised is no place where a handler runs
             return trace
 
         return trace

@@ -1,47 +1,56 @@
 """`shard` and `average_metrics`: who trains on what, on one rank and on ranks that are made up."""
 
-from types import SimpleNamespace
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from fakes import Network, together
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite
 from hvdlite import data
-from hvdlite.errors import MismatchError, NotInitializedError
+from hvdlite.errors import HorovodInternalError, MismatchError, NotInitializedError
 
 
-class Ranks:
-    """Contexts of a world of several ranks, of which one at a time is current."""
+class Rank(threading.local):
+    """The Context of a rank of a made-up world; another rank in each thread.
 
-    def __init__(self, size, metrics=None):
-        self.size, self.metrics = size, metrics
+    Args:
+        matchers: The matching layers of all ranks.
+    """
+
+    def __init__(self, matchers):
+        self.matchers = matchers
         self.rank = 0
+
+    @property
+    def matcher(self):
+        return self.matchers[self.rank]
 
     def members(self, process_set, _what):
         return 0, tuple(process_set)
 
-    @property
-    def matcher(self):
-        return SimpleNamespace(
-            exchange=lambda _id, ranks, _what, own: [
-                own if r == self.rank else self.metrics[r] for r in ranks
-            ]
-        )
+
+@contextmanager
+def world(size):
+    """A made-up world in place of the one that `init()` makes."""
+    made = Rank(Network(size).matchers())
+    before, data.current = data.current, lambda: made
+    try:
+        yield made
+    finally:
+        data.current = before
 
 
 def on_all_ranks(size, function, members=None):
     """`function(process_set)` on each member, in turn."""
-    ranks = Ranks(size)
-    results = {}
-    before, data.current = data.current, lambda: ranks
-    try:
-        for ranks.rank in members or range(size):
-            results[ranks.rank] = function(tuple(members or range(size)))
-    finally:
-        data.current = before
-    return list(results.values())
+    results = []
+    with world(size) as current:
+        for current.rank in members or range(size):
+            results.append(function(tuple(members or range(size))))
+    return results
 
 
 def shards(size, what, *, members=None, **kwargs):
@@ -174,31 +183,37 @@ def test_before_init_there_is_nobody_to_share_with():
 # --- metrics
 
 
-def averaged(own, *others):
-    ranks = Ranks(1 + len(others), [None, *others])
-    before, data.current = data.current, lambda: ranks
-    try:
-        return data.average_metrics(own, process_set=tuple(range(ranks.size)))
-    finally:
-        data.current = before
+def averaged(*metrics):
+    """What each rank gets, or what it raises; one mapping a rank."""
+
+    def one(rank):
+        current.rank = rank
+        return data.average_metrics(metrics[rank], process_set=tuple(range(len(metrics))))
+
+    with world(len(metrics)) as current:
+        return together(len(metrics), one)
 
 
-def test_metrics_are_averaged_in_float64_in_rank_order_and_in_this_ranks_order():
+def test_metrics_are_averaged_in_float64_in_rank_order_and_in_each_ranks_own_order():
     found = averaged({"b": np.float32(1), "a": 2}, {"a": 4.0, "b": 0.5})
-    assert found == {"b": 0.75, "a": 3.0}
-    assert list(found) == ["b", "a"]
-    assert {type(v) for v in found.values()} == {float}
-    assert averaged({"x": 1e16}, {"x": 1.0}, {"x": -1e16}) == {"x": 0.0}
-    assert averaged({"x": np.array(True)}, {"x": 0.0}) == {"x": 0.5}
-    assert averaged({}) == {}
+    assert found == [{"b": 0.75, "a": 3.0}] * 2
+    assert [list(f) for f in found] == [["b", "a"], ["a", "b"]]
+    assert {type(v) for f in found for v in f.values()} == {float}
+    assert averaged({"x": 1e16}, {"x": 1.0}, {"x": -1e16}) == [{"x": 0.0}] * 3
+    assert averaged({"x": np.array(True)}, {"x": 0.0}) == [{"x": 0.5}] * 2
+    assert averaged({}) == [{}]
 
 
 @pytest.mark.parametrize("value", [1j, np.zeros(1), "1", None, [1]], ids=repr)
-def test_a_metric_that_is_no_real_number_is_a_type_error_that_names_it(value):
-    with pytest.raises(TypeError, match="'loss'"):
-        averaged({"loss": value})
+def test_a_metric_that_is_no_real_number_is_a_type_error_that_all_hear_of(value):
+    own, told = averaged({"loss": value}, {"loss": 1.0})
+    assert isinstance(own, TypeError)
+    assert "'loss'" in str(own)
+    assert isinstance(told, HorovodInternalError)
+    assert "rank 0: TypeError" in str(told)
 
 
-def test_other_names_on_another_rank_are_a_mismatch():
-    with pytest.raises(MismatchError, match=r"rank 0 has \['a'\], rank 1 has \['a', 'b'\]"):
-        averaged({"a": 1}, {"b": 1.0, "a": 1.0})
+def test_other_names_on_another_rank_are_a_mismatch_on_all():
+    for error in averaged({"a": 1}, {"b": 1.0, "a": 1.0}):
+        assert isinstance(error, MismatchError)
+        assert "rank 0 has ['a'], rank 1 has ['a', 'b']" in str(error)
