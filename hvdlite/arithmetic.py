@@ -141,7 +141,7 @@ class Reduction:
     ) -> list[Step]:
         """Sum w g / sum w; an operand of weight 0 is left out, for it may hold anything (NaN)."""
         if not any(weights):
-            return [(np.copyto, out, 0, "unsafe") for out in outs]
+            return [(out.fill, 0) for out in outs]
         exponent = math.frexp(max(weights))[1]  # only the ratios count: keep away from the ends
         scaled = [math.ldexp(weight, -exponent) for weight in weights]
         used = [rank for rank, weight in enumerate(scaled) if weight]
@@ -155,7 +155,7 @@ class Reduction:
     def _fold(self, blocks: Sequence[Array], out: Array) -> list[Step]:
         """Combine in rank order, straight in the operands' own type."""
         if len(blocks) == 1:
-            return [] if out is blocks[0] else [(np.copyto, out, blocks[0])]
+            return [] if out is blocks[0] else [_copy(out, blocks[0])]
         steps = [self._combine(blocks[0], blocks[1], out)]
         return steps + [self._combine(out, block, out) for block in blocks[2:]]
 
@@ -182,14 +182,14 @@ class Reduction:
         steps: list[Step] = []
         for rank, block in enumerate(blocks):
             target = operand if rank else total
-            steps.append((np.copyto, target, block, "unsafe"))
+            steps.append(_copy(target, block))
             if before is not None and before[rank] != 1.0:
                 steps.append(self._scale(target, before[rank]))
             if rank:
                 steps.append(self._combine(total, operand, total))
         if factor != 1.0:
             steps.append(self._scale(total, factor))
-        return [*steps, (np.copyto, outs[0], total, "unsafe"), *_copies(outs)]
+        return [*steps, _copy(outs[0], total), *_copies(outs)]
 
     def _integer_steps(self, blocks: Sequence[Array], outs: Sequence[Array]) -> list[Step]:
         """Sums wrap as NumPy's do; an average truncates toward zero, exact for 64 bits."""
@@ -228,14 +228,14 @@ class Reduction:
     ) -> list[Step]:
         """Source times factor / divisor, truncated toward zero."""
         if factor == divisor == 1:
-            return [] if source is target else [(np.copyto, target, source)]
+            return [] if source is target else [_copy(target, source)]
         if divisor == 1 and factor.is_integer() and self._holds(int(factor)):
             return [(np.multiply, source, self.dtype.type(int(factor)), target)]
         wide = np.empty(source.shape, np.float64)
         return [
             (np.multiply, source, np.float64(factor), wide),
             (np.divide, wide, np.float64(divisor), wide),
-            (np.copyto, target, wide, "unsafe"),  # the cast truncates toward zero
+            _copy(target, wide),  # the cast truncates toward zero
         ]
 
     def _scratch_pair(self, size: int) -> list[Array]:
@@ -270,5 +270,14 @@ def blocked_steps(
     return steps
 
 
+def _copy(target: Array, source: Array) -> Step:
+    """Assign, with whatever cast that takes.
+
+    Not `np.copyto`: NumPy calls a Python function of its own before it, where a signal handler may
+    run - in the middle of a reduction.
+    """
+    return (target.__setitem__, ..., source)
+
+
 def _copies(outs: Sequence[Array]) -> list[Step]:
-    return [(np.copyto, out, outs[0]) for out in outs[1:]]
+    return [_copy(out, outs[0]) for out in outs[1:]]

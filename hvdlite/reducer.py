@@ -609,6 +609,7 @@ class Reducer:
         self.check_usable()
         if self._in_no_sync:
             raise RuntimeError("synchronize() inside no_sync(): leave the block first")
+        self._progress.check_free("synchronize()")  # before anything is launched
         if self._phase is _Phase.SYNCHRONIZED and self._result is not None:
             return self._result
         if self._phase is _Phase.IDLE:
@@ -846,6 +847,7 @@ class Reducer:
         self.check_usable()
         if self._in_no_sync:
             raise RuntimeError("step() inside no_sync(): leave the block first")
+        self._progress.check_free("step()")  # before anything is stored
 
     @property
     def names(self) -> list[str]:

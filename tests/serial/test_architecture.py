@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md is true: what it names exists, and its table of floors is the one that is kept."""
+"""ARCHITECTURE.md is true: what it names exists, and its floors are those that are kept."""
 
 import ast
 import re

@@ -67,19 +67,19 @@ options = st.fixed_dictionaries(
 @given(sizes, counts, options)
 def test_dropping_parts_are_disjoint_equally_long_and_lack_less_than_one_round(size, count, kwargs):
     parts = shards(size, count, **kwargs)
-    together = np.concatenate(parts)
+    everything = np.concatenate(parts)
     assert {len(part) for part in parts} == {count // size}
-    assert len(set(together.tolist())) == len(together) == count // size * size
-    assert set(together.tolist()) <= set(range(count))
+    assert len(set(everything.tolist())) == len(everything) == count // size * size
+    assert set(everything.tolist()) <= set(range(count))
     assert all(part.dtype == np.int64 for part in parts)
 
 
 @given(sizes, counts, options)
 def test_padded_parts_are_equally_long_and_cover_everything(size, count, kwargs):
     parts = shards(size, count, tail="pad", **kwargs)
-    together = np.concatenate(parts)
+    everything = np.concatenate(parts)
     assert {len(part) for part in parts} == {-(-count // size)}
-    times = np.bincount(together.astype(int), minlength=count)
+    times = np.bincount(everything.astype(int), minlength=count)
     assert len(times) == count
     assert (times >= 1).all()
     surplus = -(-count // size) * size - count

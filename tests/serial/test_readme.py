@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import job_environment, launch
 
 import hvdlite
 from hvdlite import errors
 from hvdlite.config import Config
+from launch import job_environment, launch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
