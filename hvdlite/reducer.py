@@ -905,13 +905,13 @@ class Reducer:
             self._open.clear()
             self._phase = _Phase.IDLE
             self._progress.remove(self.stream)
-            self.stream.close()
+            self.stream.close(self._base)
             self._progress.nudge(self._progress.poll)  # so that the word goes out now
 
     def __del__(self) -> None:
         """A dropped optimizer is a closed one: a local word, nothing collective."""
         if getattr(self, "_pid", 0) == os.getpid() and not self._is_closed:
-            self.stream.close()
+            self.stream.close(self._base)
 
     def disown(self, why: str) -> None:
         """In a forked child: refuse every use, and leave the parent's shared memory alone."""

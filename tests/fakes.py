@@ -1,4 +1,4 @@
-"""Fakes of the backend side: a network between ranks of one process, and a stream that keeps a log."""
+"""Fakes of a backend: a network between ranks of one process, and a stream that keeps a log."""
 
 import marshal
 import random
@@ -21,7 +21,7 @@ def together(size: int, function: Callable[[int], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             results[rank] = function(rank)
-        except Exception as exc:  # noqa: BLE001 - it is the result
+        except Exception as exc:
             results[rank] = exc
 
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(size)]
@@ -45,8 +45,13 @@ class Network:
     """
 
     def __init__(
-        self, size: int, rng: random.Random | None = None, *, max_payload: int = 1 << 20,
-        refusals: float = 0.0, repeats: float = 0.0,
+        self,
+        size: int,
+        rng: random.Random | None = None,
+        *,
+        max_payload: int = 1 << 20,
+        refusals: float = 0.0,
+        repeats: float = 0.0,
     ) -> None:
         self.rng, self.refusals, self.repeats = rng, refusals, repeats
         self.queues: dict[tuple[int, int], deque[tuple[bytes, bytes]]] = {
@@ -102,7 +107,7 @@ class NetworkControl:
                     queue.popleft()
         return found
 
-    def flushed(self, ranks: Sequence[int]) -> bool:
+    def flushed(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - as the protocol says
         """See `Control.flushed`."""
         return True
 
@@ -159,7 +164,12 @@ class LoggingStream:
         self._num_launched = 0
         self._record_nbytes = 0
 
-    def grow(self, sizes: Sequence[int], record_nbytes: int, agree: Agree) -> None:
+    def grow(
+        self,
+        sizes: Sequence[int],
+        record_nbytes: int,
+        agree: Agree,  # noqa: ARG002 - likewise
+    ) -> None:
         """See `Stream.grow`."""
         self.log.append(f"grow {list(sizes)}")
         self.buffers.append(aligned_zeros(sizes[self.ranks.index(self._rank)]))

@@ -1,4 +1,4 @@
-"""Raises where CPython would run a signal handler: at every such point of hvdlite, one after the other.
+"""Raises where CPython would run a signal handler: at every such point of hvdlite, one by one.
 
     def scenario(interrupter):
         with suppress(Alarm), interrupter:
@@ -24,7 +24,8 @@ import hvdlite
 
 _PACKAGE = str(Path(hvdlite.__file__).parent)
 _CALLS = frozenset(
-    number for name, number in dis.opmap.items()
+    number
+    for name, number in dis.opmap.items()
     if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME")) and "NO_INTERRUPT" not in name
 )
 

@@ -3,7 +3,6 @@
 Independent of the library: whole numbers are Python's, the others NumPy's scalars.
 """
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -91,7 +90,7 @@ def scaled(value, factor):
 
 
 def reference(op, dtype, blocks, prescale=1.0, postscale=1.0):
-    columns = list(zip(*(block.tolist() if dtype.kind in "biu" else block for block in blocks)))
+    columns = list(zip(*(b.tolist() if dtype.kind in "biu" else b for b in blocks), strict=True))
     if dtype.kind == "b":
         combine = any if op in (Sum, Max) else all
         return np.array([combine(column) for column in columns], dtype)
@@ -122,7 +121,9 @@ def assert_reduced(found, expected, op):
         assert found.dtype == expected.dtype
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     elif op in (Min, Max):
-        assert_same(found + found.dtype.type(0), expected + found.dtype.type(0))  # -0.0 + 0.0 is 0.0
+        assert_same(
+            found + found.dtype.type(0), expected + found.dtype.type(0)
+        )  # -0.0 + 0.0 is 0.0
     else:
         assert_same(found, expected)
 

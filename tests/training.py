@@ -1,4 +1,4 @@
-"""What the tests of the optimizer share: gradients with exact averages, an optimizer that remembers."""
+"""What the tests of the optimizer share: gradients with exact averages, and a recorder of steps."""
 
 import contextlib
 import math
@@ -20,13 +20,15 @@ def gradient(k: int, rank: int, step: int = 0, like: Array | None = None) -> Arr
     """
     like = np.zeros(3) if like is None else like
     pattern = np.arange(like.size, dtype=np.int64).reshape(like.shape) % 5
-    return (12 * (pattern + 2 * k + 3 * rank * (k % 3 + 1) + step % 7)).astype(like.dtype)
+    grad: Array = 12 * (pattern + 2 * k + 3 * rank * (k % 3 + 1) + step % 7)
+    return grad.astype(like.dtype)
 
 
 def total(k: int, ranks: Sequence[int], step: int = 0, like: Array | None = None) -> Array:
     """The sum of `gradient()` over ranks."""
     grads = [gradient(k, r, step, like) for r in ranks]
-    return np.sum(grads, axis=0).astype(grads[0].dtype)
+    summed: Array = np.sum(grads, axis=0)
+    return summed.astype(grads[0].dtype)
 
 
 def mean(k: int, ranks: Sequence[int], step: int = 0, like: Array | None = None) -> Array:
@@ -91,7 +93,7 @@ def counted(hvd: ModuleType, what: Callable[[], object]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def process_sets(hvd: ModuleType, *ranks: Sequence[int]) -> Iterator[list[Any]]:
-    """Register process sets, and forget them in the end; the whole world is the set that is there."""
+    """Register process sets, and forget them in the end; the world has one already."""
     world = list(range(hvd.size()))
     made: list[Any] = []
     for members in ranks:

@@ -198,15 +198,18 @@ class Stream(Protocol):
         """Ranks this rank waits for at present."""
         ...
 
-    def close(self) -> None:
+    def close(self, base: int) -> None:
         """Tell the peers that this rank begins no more steps; local, and fit for `__del__`.
 
         A step that is under way is served on as long as somebody calls `advance()`.
+
+        Args:
+            base: The `begin()` position that would have come next: all steps before are finished.
         """
         ...
 
     def closed_ranks(self) -> list[int]:
-        """Peers that have closed the stream."""
+        """Peers that have closed the stream and had not finished the open step."""
         ...
 
 

@@ -90,7 +90,7 @@ class LocalStream:
         """See `Stream.missing`."""
         return []
 
-    def close(self) -> None:
+    def close(self, base: int) -> None:
         """See `Stream.close`."""
 
     def closed_ranks(self) -> list[int]:

@@ -194,7 +194,7 @@ class MpiStream:
         self._arrived = dict.fromkeys(ranks, 0)
         self._weights: dict[tuple[int, int], float] = {}  # (base of the step, rank)
         self._records: dict[tuple[int, int], bytes] = {}
-        self._closed: set[int] = set()
+        self._closed: dict[int, int] = {}  # rank -> base of the step it did not finish any more
         self._is_closed = False
         control.streams[stream_id] = self
 
@@ -212,7 +212,7 @@ class MpiStream:
         elif kind == _RECORD:
             self._records[header[3], source] = bytes(payload)
         else:
-            self._closed.add(source)
+            self._closed[source] = header[3]
 
     def program(self, works: Sequence[Work], num_positions: int) -> None:
         """See `Stream.program`."""
@@ -302,15 +302,15 @@ class MpiStream:
             return late or list(work.others)
         return [q for q in self.ranks if (self._base, q) not in self._records]
 
-    def close(self) -> None:
+    def close(self, base: int) -> None:
         """See `Stream.close`; said at the next `poll()`, for garbage is collected anywhere."""
         if not self._is_closed:
             self._is_closed = True
-            self._control.post_later(self._others, (_STREAM, self._id, _CLOSED))
+            self._control.post_later(self._others, (_STREAM, self._id, _CLOSED, base))
 
     def closed_ranks(self) -> list[int]:
         """See `Stream.closed_ranks`."""
-        return sorted(self._closed)
+        return sorted(q for q, base in self._closed.items() if base <= self._base)
 
 
 class _Exchange:

@@ -184,13 +184,14 @@ class ShmStream:
             } | {q for q, flags in enumerate(self._flags) if flags[_ARRIVED] < self._concluded}
         return [self.ranks[q] for q in sorted(late)]
 
-    def close(self) -> None:
+    def close(self, base: int) -> None:
         """See `Stream.close`."""
-        self._mine[_CLOSED] = 1
+        self._mine[_CLOSED] = base + 1
 
     def closed_ranks(self) -> list[int]:
         """See `Stream.closed_ranks`."""
-        return [q for q, flags in zip(self.ranks, self._flags, strict=True) if flags[_CLOSED]]
+        ends = [flags[_CLOSED] for flags in self._flags]
+        return [q for q, end in zip(self.ranks, ends, strict=True) if 0 < end <= self._base + 1]
 
 
 class _CompiledWork:

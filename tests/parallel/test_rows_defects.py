@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from training import (
     Recorder,
     assert_equal,
@@ -57,7 +58,8 @@ def test_defect_3_plans_of_groups_and_of_optimizers_do_not_overwrite_each_other(
         for number in range(3):
             groups = [
                 {"params": zeros("ab"), "process_set": some},
-                {"params": zeros("cdef"[number:]), "process_set": some}, {"params": zeros("xy")},
+                {"params": zeros("cdef"[number:]), "process_set": some},
+                {"params": zeros("xy")},
             ]
             inners.append(Recorder())
             opts.append(hvd.DistributedOptimizer(inners[-1], groups, fusion_threshold=64 * number))
@@ -69,10 +71,11 @@ def test_defect_3_plans_of_groups_and_of_optimizers_do_not_overwrite_each_other(
             for number in sorted(range(3), key=lambda number: (number * (rank + 1)) % 3):
                 opts[number].step()
                 mine = "ab" + "cdef"[number:] + "xy" if rank in some.ranks else "xy"
-                assert_equal(inners[number].last, {
-                    name: mean(ord(name) % 11, range(n) if name in "xy" else some.ranks, step + number)
-                    for name in mine
-                })
+                expected = {}
+                for name in mine:
+                    who = range(n) if name in "xy" else some.ranks
+                    expected[name] = mean(ord(name) % 11, who, step + number)
+                assert_equal(inners[number].last, expected)
         digests = [opt.plan.digest for opt in opts]
         assert len(set(digests)) == 3
         assert set(map(tuple, comm.allgather(digests))) == {tuple(digests)}
@@ -80,7 +83,7 @@ def test_defect_3_plans_of_groups_and_of_optimizers_do_not_overwrite_each_other(
 
 @pytest.mark.parametrize("missing", ["zero", "skip"])
 def test_defect_4_a_bucket_whose_last_member_never_comes_is_reduced_all_the_same(hvd, missing):
-    """It fired on the last member of the plan alone: without it the replicas diverged in silence."""
+    """It fired on the last member of the plan alone: without it the replicas diverged."""
     rank, ranks = hvd.rank(), range(hvd.size())
     params = zeros("abc")
     inner = Recorder(params, lr=1.0)
@@ -127,7 +130,8 @@ def test_defect_6_a_local_group_is_legal_together_with_broadcasts(hvd):
 def test_defect_7_messages_name_the_argument_at_fault_and_sets_compare_by_their_ranks(hvd):
     """The message on a wrong device told the type of another argument; sets compared by a text."""
     for wrong in (5, "0,1", [0]):
-        with pytest.raises(TypeError, match=f"process_set must be a ProcessSet, got {type(wrong).__name__}"):
+        words = f"process_set must be a ProcessSet, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=words):
             hvd.DistributedOptimizer(Recorder(), zeros("a"), process_set=wrong)
     with pytest.raises(TypeError, match=r"optimizer must have step.*update.*callable.*got int"):
         hvd.DistributedOptimizer(5, zeros("a"))
@@ -141,22 +145,30 @@ def test_defect_8_half_floats_do_not_overflow_and_integers_truncate_as_told(hvd)
     """Sums were made in the type of the storage."""
     rank, n, inner = hvd.rank(), hvd.size(), Recorder()
     params = {
-        "large": np.zeros(3, np.float16), "small": np.zeros(3, np.float16),
-        "whole": np.zeros(3, np.int8), "below": np.zeros(3, np.int64),
+        "large": np.zeros(3, np.float16),
+        "small": np.zeros(3, np.float16),
+        "whole": np.zeros(3, np.int8),
+        "below": np.zeros(3, np.int64),
     }
     opt = hvd.DistributedOptimizer(inner, params)
     for _ in range(2):
-        opt.step({
-            "large": np.full(3, 40000, np.float16), "below": np.full(3, -3 * rank - 1),
-            "small": np.full(3, 2048 if rank == 0 else 1, np.float16),
-            "whole": np.full(3, 7 + rank, np.int8),
-        })
-        assert_equal(inner.last, {
-            "large": np.full(3, 40000, np.float16),
-            "small": np.full(3, np.float32(2048 + n - 1) / np.float32(n), np.float16),
-            "whole": np.full(3, (7 * n + n * (n - 1) // 2) // n, np.int8),
-            "below": np.full(3, -((3 * n * (n - 1) // 2 + n) // n)),  # toward zero
-        })
+        opt.step(
+            {
+                "large": np.full(3, 40000, np.float16),
+                "below": np.full(3, -3 * rank - 1),
+                "small": np.full(3, 2048 if rank == 0 else 1, np.float16),
+                "whole": np.full(3, 7 + rank, np.int8),
+            }
+        )
+        assert_equal(
+            inner.last,
+            {
+                "large": np.full(3, 40000, np.float16),
+                "small": np.full(3, np.float32(2048 + n - 1) / np.float32(n), np.float16),
+                "whole": np.full(3, (7 * n + n * (n - 1) // 2) // n, np.int8),
+                "below": np.full(3, -((3 * n * (n - 1) // 2 + n) // n)),  # toward zero
+            },
+        )
 
 
 def test_defect_9_meeting_again_and_again_is_harmless(hvd):
@@ -182,10 +194,13 @@ def test_defect_10_accumulation_communicates_once(hvd):
         for k, name in enumerate("ab"):
             opt.grad_ready(name, gradient(k, rank, count - 1))
         opt.step()
-        assert_equal(inner.last, {
-            name: sum(total(k, ranks, number) for number in range(count))
-            for k, name in enumerate("ab")
-        })
+        assert_equal(
+            inner.last,
+            {
+                name: sum(total(k, ranks, number) for number in range(count))
+                for k, name in enumerate("ab")
+            },
+        )
 
     once = counted(hvd, lambda: micro_batches(1))
     assert counted(hvd, lambda: micro_batches(5)) == once

@@ -1,10 +1,10 @@
-"""Rows R2, R3, R12, R16, R18 and R20: param groups, process sets, broadcasts, checkpoints."""
+"""Rows R2, R16 and R18: param groups, process sets, parameters that come later."""
 
-import json
 import random
 
 import numpy as np
 import pytest
+
 from training import (
     Recorder,
     assert_equal,
@@ -21,7 +21,7 @@ from training import (
 pytestmark = pytest.mark.mpi(min_size=1)
 
 
-# ---- R2: process sets of groups, and local groups ----------------------------------------------
+# ---- R2: process sets of groups, and local groups -----------------------------------------------
 
 
 def test_r02_a_local_group_differs_between_ranks_and_the_others_are_equal(hvd, comm):
@@ -38,9 +38,9 @@ def test_r02_a_local_group_differs_between_ranks_and_the_others_are_equal(hvd, c
         opt.grad_ready("v", gradient(1, rank, step, local["v"]))
         opt.grad_ready("w", gradient(0, rank, step))
         opt.step()
-        assert_equal(inner.last, {
-            "w": mean(0, ranks, step), "v": gradient(1, rank, step, local["v"])
-        })
+        assert_equal(
+            inner.last, {"w": mean(0, ranks, step), "v": gradient(1, rank, step, local["v"])}
+        )
     w = 100.0 - sum(mean(0, ranks, step) for step in range(4))
     v = 200.0 + rank - sum(gradient(1, rank, step, local["v"]) for step in range(4))
     assert_equal(shared | local, {"w": w, "v": v})
@@ -72,11 +72,10 @@ def test_r02_groups_of_overlapping_sets_are_reduced_each_over_its_own(hvd, backe
     n, rank = hvd.size(), hvd.rank()
     rng = random.Random(f"rank {rank}")
     with process_sets(hvd, range(max(n - 1, 1)), range(min(1, n - 1), n), [n // 2]) as sets:
-        members = {"ab": range(n), **dict(zip(("cd", "ef", "g"), [ps.ranks for ps in sets], strict=True))}
-        groups = [{"params": zeros("ab")}] + [
-            {"params": zeros(names), "process_set": ps}
-            for names, ps in zip(("cd", "ef", "g"), sets, strict=True)
-        ]
+        of = dict(zip(("cd", "ef", "g"), sets, strict=True))
+        members = {"ab": range(n), **{names: ps.ranks for names, ps in of.items()}}
+        groups = [{"params": zeros("ab")}]
+        groups += [{"params": zeros(names), "process_set": ps} for names, ps in of.items()]
         inner = Recorder()
         opt = hvd.DistributedOptimizer(
             inner, groups, op=hvd.Sum, fusion_threshold=64, gradient_as_bucket_view=views
@@ -93,9 +92,9 @@ def test_r02_groups_of_overlapping_sets_are_reduced_each_over_its_own(hvd, backe
                 else:
                     opt.grad_ready(name, gradient(k[name], rank, step))
             opt.step()
-            assert_equal(inner.last, {
-                name: total(k[name], ranks, step) for name, ranks in mine.items()
-            })
+            assert_equal(
+                inner.last, {name: total(k[name], ranks, step) for name, ranks in mine.items()}
+            )
         for name in set("abcdefg") - set(mine):
             with pytest.raises(ValueError, match="not in the process set"):
                 opt.grad_ready(name, gradient(0, rank))
@@ -133,15 +132,15 @@ def test_r02_groups_are_compared_across_ranks(hvd, comm):
     if n == 1:
         pytest.skip("nothing to compare")
     with pytest.raises(hvd.MismatchError, match=r"'w'.*local"):
-        hvd.DistributedOptimizer(Recorder(), [
-            {"params": zeros("w")} | ({"process_set": None} if rank == n - 1 else {})
-        ])
+        hvd.DistributedOptimizer(
+            Recorder(), [{"params": zeros("w")} | ({"process_set": None} if rank == n - 1 else {})]
+        )
     names = "wv" if rank == n - 1 else "wu"
-    with pytest.raises(hvd.MismatchError, match=rf"'v'.*missing on ranks \[0"):
+    with pytest.raises(hvd.MismatchError, match=r"'v'.*missing on ranks \[0"):
         hvd.DistributedOptimizer(Recorder(), zeros(names))
     with pytest.raises(hvd.MismatchError, match=r"shape \(3,\).*shape \(4,\)"):
         hvd.DistributedOptimizer(Recorder(), zeros("w", (4,) if rank == n - 1 else (3,)))
-    with pytest.raises(hvd.MismatchError, match="float64.*float32|float32.*float64"):
+    with pytest.raises(hvd.MismatchError, match=r"float64.*float32|float32.*float64"):
         hvd.DistributedOptimizer(Recorder(), zeros("w", dtype="f4" if rank == n - 1 else "f8"))
     with pytest.raises(hvd.MismatchError, match="backward_passes_per_step"):
         hvd.DistributedOptimizer(
@@ -151,158 +150,7 @@ def test_r02_groups_are_compared_across_ranks(hvd, comm):
     assert set(comm.allgather(opt.plan.names)) == {("w", "v", "u")}
 
 
-# ---- R3: bcast_period --------------------------------------------------------------------------
-
-
-class Watcher(Recorder):
-    """Notes the parameters as they are just before each update; keeps a state of its own."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        self.seen = []
-        self.momentum = np.zeros(1)
-
-    def step(self, grads):
-        self.seen.append(self.params["w"].copy())
-        return super().step(grads)
-
-
-@pytest.mark.parametrize("period", [-1, 0, 1, 2, 3], ids="period={}".format)
-def test_r03_parameters_are_level_again_before_each_update_of_the_period(hvd, period):
-    rank, ranks = hvd.rank(), range(hvd.size())
-    params = {"w": np.full(3, 8.0 * rank)}
-    inner = Watcher(params, lr=1.0)
-    inner.momentum += rank
-    opt = hvd.DistributedOptimizer(inner, params, bcast_period=period)
-    level = 0.0  # rank 0's parameters
-    mine = 0.0 if period >= 0 else 8.0 * rank  # what this rank should have
-    for step in range(1, 8):
-        if step in (2, 5):
-            params["w"] += rank / 1024
-            mine += rank / 1024
-        opt.step({"w": gradient(0, rank, step)})
-        if period > 0 and step % period == 0:
-            mine = level
-        np.testing.assert_array_equal(inner.seen[-1], np.full(3, 0) + mine)
-        level = level - mean(0, ranks, step)
-        mine = mine - mean(0, ranks, step)
-        np.testing.assert_array_equal(params["w"], mine)
-    assert inner.momentum[0] == rank  # an optimizer's own state is never broadcast
-
-
-def test_r03_a_mapping_is_read_again_so_that_rebinding_works(hvd):
-    rank = hvd.rank()
-    params = {"w": np.full(3, 1.0 + rank), "v": np.zeros(2)}
-    opt = hvd.DistributedOptimizer(Recorder(), params, bcast_period=1)
-    first = params["w"]
-    params["w"] = np.full(3, 5.0 + rank)
-    opt.step({"w": gradient(0, rank), "v": np.zeros(2)})
-    assert_equal(params, {"w": np.full(3, 5.0), "v": np.zeros(2)})
-    assert_equal({"w": first}, {"w": np.full(3, 1.0)})
-
-
-def test_r03_names_that_came_or_went_since_construction_are_an_error_on_all_ranks(hvd):
-    rank, n = hvd.rank(), hvd.size()
-    own, others = ValueError, (ValueError if n == 1 else hvd.HorovodInternalError)
-    params = {"v": np.full(3, 1.0), "w": np.full(3, 2.0)}
-    opt = hvd.DistributedOptimizer(Recorder(), params, bcast_period=1)
-    grads = {name: gradient(0, rank) for name in "vw"}
-    if rank == n - 1:
-        params["x"] = np.zeros(2)
-    with pytest.raises(own if rank == n - 1 else others, match="'x'"):
-        opt.step(grads)
-    if rank == n - 1:
-        del params["x"]
-    opt.step()
-    lost = params.pop("v") if rank == n - 1 else None
-    with pytest.raises(own if rank == n - 1 else others, match="'v'"):
-        opt.step(grads)
-    if lost is not None:
-        params["v"] = lost
-    opt.step()
-    assert_equal(params, {"v": np.full(3, 1.0), "w": np.full(3, 2.0)})
-
-
-def test_r03_opposite_orders_of_two_optimizers_do_not_mix_their_parameters(hvd):
-    """Once rank 1's `b` took the value of rank 0's `a`: broadcasts were matched by a mere count."""
-    rank = hvd.rank()
-    params = {"a": np.full(3, 1.0 + rank), "b": np.full(3, 5.0 + rank)}
-    one = hvd.DistributedOptimizer(Recorder(), {"a": params["a"]}, bcast_period=2)
-    two = hvd.DistributedOptimizer(Recorder(), {"b": params["b"]}, bcast_period=3)
-    for step in range(1, 13):
-        params["a"] += rank
-        params["b"] += rank
-        for opt, name in ((one, "a"), (two, "b")):
-            opt.grad_ready(name, gradient(0, rank, step))
-        # The same order where one of them broadcasts, for that waits for all; else the opposite.
-        flip = rank % 2 and step % 2 and step % 3
-        for opt in (two, one) if flip else (one, two):
-            opt.step()
-        if step % 6 == 0:
-            assert_equal(params, {"a": np.full(3, 1.0), "b": np.full(3, 5.0)})
-
-
-# ---- R12: checkpoints --------------------------------------------------------------------------
-
-
-def test_r12_state_dict_is_the_wrapped_optimizers_alone(hvd):
-    inner = Recorder()
-    opt = hvd.DistributedOptimizer(inner, zeros("ab"), bcast_period=2)
-    for step in range(3):
-        opt.step({name: gradient(k, hvd.rank(), step) for k, name in enumerate("ab")})
-    assert opt.state_dict() == inner.state_dict() == {"lr": 0.0, "steps": 3}
-
-
-def test_r12_comm_state_saved_by_all_ranks_loads_on_fewer_and_on_one(hvd):
-    n, rank = hvd.size(), hvd.rank()
-    names = "abcdef"
-    saver = hvd.DistributedOptimizer(
-        Recorder(), zeros(names), fusion_threshold=128, first_bucket=64, bcast_period=4
-    )
-    for name in "cafebd":
-        saver.grad_ready(name, gradient(0, rank))
-    saver.step()
-    state = json.loads(json.dumps(saver.comm_state()))
-    with process_sets(hvd, range(max(n - 1, 1)), [n - 1]) as (some, one):
-        for process_set in (hvd.global_process_set, some, one):
-            ranks = list(process_set.ranks) if rank in process_set.ranks else [rank]
-            params = {name: np.full(3, 1.0) for name in names}
-            inner = Recorder(params)
-            opt = hvd.DistributedOptimizer(
-                inner, params, fusion_threshold=128, first_bucket=64, bcast_period=4,
-                process_set=process_set,
-            )
-            opt.load_comm_state(state)
-            if len(ranks) == n:  # the same ranks: the plan is kept
-                assert opt.plan == saver.plan
-            for step in range(1, 4):  # steps 2, 3 and 4 since the beginning
-                for array in params.values():
-                    array += rank
-                for name in rotated(names, rank + step):
-                    opt.grad_ready(name, gradient(ord(name) - 97, rank, step))
-                opt.step()
-                assert_equal(inner.last, {
-                    name: mean(k, ranks, step) for k, name in enumerate(names)
-                })
-            # Broadcast before the third update here, which is the fourth of all.
-            assert_equal(params, {name: np.full(3, 1.0 + 3 * ranks[0]) for name in names})
-            assert opt.comm_state()["num_steps"] == 4
-            if len(ranks) == n:
-                assert opt.plan == saver.plan
-
-
-def test_r12_something_else_is_no_comm_state(hvd):
-    opt = hvd.DistributedOptimizer(Recorder(), zeros("a"))
-    for state in ({}, {"num_steps": 3}, {"num_steps": "x", "plan": {}}, {"num_steps": 1, "plan": 7}):
-        with pytest.raises(hvd.ConfigError, match="comm_state"):
-            opt.load_comm_state(state)
-    opt.grad_ready("a", gradient(0, hvd.rank()))
-    with pytest.raises(RuntimeError, match="between two steps"):
-        opt.load_comm_state(opt.comm_state())
-    opt.step()
-
-
-# ---- R16: process sets -------------------------------------------------------------------------
+# ---- R16: process sets --------------------------------------------------------------------------
 
 
 def test_r16_permutations_are_one_set_and_rank_is_the_position_in_it(hvd):
@@ -355,7 +203,7 @@ def test_r16_an_unregistered_or_foreign_set_is_a_value_error_that_names_it(hvd):
             ps.size()
 
 
-# ---- R18: more parameters later ----------------------------------------------------------------
+# ---- R18: more parameters later -----------------------------------------------------------------
 
 
 class Growing(Recorder):
@@ -380,7 +228,9 @@ def test_r18_a_layer_added_at_step_five_is_planned_and_trained_and_views_stay(hv
     local = {"l": np.zeros(4)}
     inner = Growing(params | local, lr=1.0)
     opt = hvd.DistributedOptimizer(
-        inner, [{"params": params}, {"params": local, "process_set": None}], fusion_threshold=128,
+        inner,
+        [{"params": params}, {"params": local, "process_set": None}],
+        fusion_threshold=128,
         gradient_as_bucket_view=views,
     )
     expected = {name: np.zeros_like(array) for name, array in inner.params.items()}
@@ -404,7 +254,10 @@ def test_r18_a_layer_added_at_step_five_is_planned_and_trained_and_views_stay(hv
     for step in range(5):
         train(step)
     # Enough that the first group outgrows the second; dtypes old and new.
-    new = {name: np.full((3, k + 1), 7.0 + rank, "f4" if k % 2 else "f8") for k, name in enumerate("cdef")}
+    new = {
+        name: np.full((3, k + 1), 7.0 + rank, "f4" if k % 2 else "f8")
+        for k, name in enumerate("cdef")
+    }
     before = opt.plan.digest
     opt.add_param_group({"params": new})
     assert inner.groups == [{"params": new}]
@@ -483,59 +336,3 @@ def test_r18_zero_grad_zeroes_views_and_calls_the_wrapped_one(hvd):
     opt.step()
     opt.zero_grad()
     assert inner.zeroed == 2
-
-
-# ---- R20: fused broadcast of parameters --------------------------------------------------------
-
-
-def test_r20_parameters_of_many_kinds_take_the_roots_values_and_nan_is_healed(hvd):
-    n, rank = hvd.size(), hvd.rank()
-    for root in {0, n - 1}:
-        params = {
-            f"{dtype}{i}": np.full((i + 1, 2), rank + i).astype(dtype)
-            for i in range(5) for dtype in ("f2", "f4", "f8", "i4", "c16", "?")
-        }
-        params["fortran"] = np.asfortranarray(np.full((3, 4), float(rank)))
-        params["swapped"] = np.full(3, rank, ">f8")
-        params["strided"] = np.full((4, 6), float(rank))[::2, ::3]
-        params["zero-d"] = np.full((), float(rank))
-        params["empty"] = np.zeros((0, 3))
-        if rank != root:
-            params["f80"][:] = np.nan
-        items = list(params.items())
-        given = dict(rotated(items, rank))  # the order may differ
-        returned = []
-
-        def run(given=given, root=root, returned=returned):
-            returned.append(hvd.broadcast_parameters(given, root_rank=root))
-
-        counts = counted(hvd, run)
-        assert returned == [given]
-        for name, array in params.items():
-            assert given[name] is array
-            i = int(name[-1]) if name[-1].isdigit() else 0
-            expected = np.full(array.shape, root + i).astype(array.dtype)
-            np.testing.assert_array_equal(array, expected, err_msg=name)
-        assert counts["collectives"] <= 2 * (n > 1)  # an agreement and one message for all
-
-
-def test_r20_construction_broadcasts_all_parameters_in_a_few_messages(hvd):
-    rank, n = hvd.rank(), hvd.size()
-    params = {f"w{i}": np.full(5, 10.0 * i + rank) for i in range(40)}
-    made = []
-    counts = counted(hvd, lambda: made.append(hvd.DistributedOptimizer(Recorder(), params)))
-    assert_equal(params, {f"w{i}": np.full(5, 10.0 * i) for i in range(40)})
-    assert counts["collectives"] <= 10 * (n > 1)
-
-
-def test_r20_what_one_rank_cannot_write_is_an_error_on_all_and_changes_nothing(hvd):
-    rank, n = hvd.rank(), hvd.size()
-    params = {"v": np.full(3, 1.0 + rank), "w": np.full(3, 5.0 + rank)}
-    params["w"].flags.writeable = rank != n - 1
-    own = rank == n - 1
-    with pytest.raises(ValueError if own else hvd.HorovodInternalError, match="'w' is read-only"):
-        hvd.broadcast_parameters(params)
-    with pytest.raises(ValueError if own else hvd.HorovodInternalError, match="'w' is read-only"):
-        hvd.DistributedOptimizer(Recorder(), params)
-    assert_equal(params, {"v": np.full(3, 1.0 + rank), "w": np.full(3, 5.0 + rank)})
-    hvd.DistributedOptimizer(Recorder(), params, bcast_period=-1)  # it need not be written

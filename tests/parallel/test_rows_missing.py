@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+
 from training import Recorder, assert_equal, gradient, mean, process_sets, rotated, total, zeros
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -39,7 +40,9 @@ def lines(hvd):
 def test_r09_a_gradient_of_even_ranks_only_counts_as_zeros_on_the_others(hvd, views, fused):
     rank, ranks, inner = hvd.rank(), range(hvd.size()), Recorder()
     opt = hvd.DistributedOptimizer(
-        inner, zeros("abcd"), gradient_as_bucket_view=views,
+        inner,
+        zeros("abcd"),
+        gradient_as_bucket_view=views,
         **({} if fused else {"fusion_threshold": 0}),
     )
     for step in range(4):
@@ -60,7 +63,9 @@ def test_r09_none_says_that_there_is_no_gradient_in_this_step(hvd):
     opt = hvd.DistributedOptimizer(inner, zeros("abc"))
     for given_to_step in (False, True):
         grads = {
-            "a": None if rank else gradient(0, rank), "b": None, "c": gradient(2, rank),
+            "a": None if rank else gradient(0, rank),
+            "b": None,
+            "c": gradient(2, rank),
         }
         if given_to_step:
             opt.step(grads)
@@ -82,10 +87,13 @@ def test_r09_a_rank_without_any_gradient_takes_part_in_the_step(hvd):
                 opt.grad_ready(name, gradient(k, rank))
         opt.step()
         who = [r for r in range(n) if r != idle]
-        assert_equal(inner.last, {
-            name: sum(gradient(rotated("abc", r).index(name), r) for r in who) / n
-            for name in ("abc" if who else "")
-        })
+        assert_equal(
+            inner.last,
+            {
+                name: sum(gradient(rotated("abc", r).index(name), r) for r in who) / n
+                for name in ("abc" if who else "")
+            },
+        )
 
 
 def test_skip_drops_what_any_rank_lacks(hvd):
@@ -154,8 +162,11 @@ def test_a_local_groups_missing_names_are_its_ranks_own_affair_but_for_error(hvd
 def test_presence_is_decided_over_the_set_of_the_group(hvd, missing):
     n, rank, inner = hvd.size(), hvd.rank(), Recorder()
     with process_sets(hvd, range(max(n - 1, 1)), [n - 1]) as (some, one):
-        groups = [{"params": zeros("a")}, {"params": zeros("bc"), "process_set": some},
-                  {"params": zeros("d"), "process_set": one}]
+        groups = [
+            {"params": zeros("a")},
+            {"params": zeros("bc"), "process_set": some},
+            {"params": zeros("d"), "process_set": one},
+        ]
         opt = hvd.DistributedOptimizer(inner, groups, missing=missing)
         ranks = some.ranks
         expected = {}

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hvdlite.arithmetic import Reduction, blocked_steps, check_reducible, is_half, run
+from hvdlite.types import Average, Max, Min, Product, Sum
 from reference import (
     BFLOAT16,
     COMPLEX,
@@ -24,12 +27,11 @@ from reference import (
     reference,
 )
 
-from hvdlite.arithmetic import Reduction, blocked_steps, check_reducible, is_half, run
-from hvdlite.types import Average, Max, Min, Product, Sum
-
 CASES = [
     pytest.param(dtype, op, id=f"{dtype.name}-{op.name.lower()}")
-    for dtype in DTYPES for op in OPS if has_meaning(op, dtype)
+    for dtype in DTYPES
+    for op in OPS
+    if has_meaning(op, dtype)
 ]
 
 
@@ -59,8 +61,11 @@ def test_reduction_is_the_reference(dtype, op, num_ranks, size, seed, piece, in_
     blocks = operands(dtype, num_ranks, size, seed)
     expected = reference(op, dtype, blocks)
     found = reduced(
-        Reduction(op, dtype, num_ranks), blocks,
-        in_place=in_place, num_outs=num_outs, block_elements=piece,
+        Reduction(op, dtype, num_ranks),
+        blocks,
+        in_place=in_place,
+        num_outs=num_outs,
+        block_elements=piece,
     )
     assert_reduced(found, expected, op)
 
@@ -68,7 +73,11 @@ def test_reduction_is_the_reference(dtype, op, num_ranks, size, seed, piece, in_
 @pytest.mark.parametrize(("dtype", "op"), [c for c in CASES if c.values[0].kind != "b"])
 @settings(max_examples=20)
 @given(
-    ranks, sizes, seeds, block_sizes, st.booleans(),
+    ranks,
+    sizes,
+    seeds,
+    block_sizes,
+    st.booleans(),
     st.sampled_from([1.0, 0.5, 2.0, -1.0, 0.0, 0.3]),
     st.sampled_from([1.0, 0.25, 3.0, -2.0, 0.7]),
 )
@@ -81,8 +90,10 @@ def test_scaled_reduction_is_the_reference(
     blocks = operands(dtype, num_ranks, size, seed, limit=small)
     expected = reference(op, dtype, blocks, prescale, postscale)
     found = reduced(
-        Reduction(op, dtype, num_ranks, prescale, postscale), blocks,
-        in_place=in_place, block_elements=piece,
+        Reduction(op, dtype, num_ranks, prescale, postscale),
+        blocks,
+        in_place=in_place,
+        block_elements=piece,
     )
     assert_reduced(found, expected, op)
 
@@ -217,8 +228,12 @@ def test_no_warning_escapes_from_a_factor_that_the_type_cannot_hold(dtype, op, w
 
 
 def test_bool_is_any_or_all():
-    for op, expected in ((Sum, [0, 1, 1, 1]), (Max, [0, 1, 1, 1]), (Min, [0, 0, 0, 1]),
-                         (Product, [0, 0, 0, 1])):
+    for op, expected in (
+        (Sum, [0, 1, 1, 1]),
+        (Max, [0, 1, 1, 1]),
+        (Min, [0, 0, 0, 1]),
+        (Product, [0, 0, 0, 1]),
+    ):
         blocks = [np.array([0, 0, 1, 1], bool), np.array([0, 1, 0, 1], bool)]
         found = reduced(Reduction(op, np.dtype(bool), 2), blocks)
         assert found.tolist() == [bool(x) for x in expected]
@@ -233,23 +248,26 @@ WEIGHTED = [np.dtype(d) for d in (*FLOATS, *COMPLEX)]
 @settings(max_examples=40)
 @given(
     st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0, 1e-3, 12345.0]), min_size=1, max_size=4),
-    seeds, block_sizes, st.booleans(),
+    seeds,
+    block_sizes,
+    st.booleans(),
 )
 def test_weighted_average_is_that_of_the_joint_batch(dtype, weights, seed, piece, in_place):
     rng = np.random.default_rng(seed)
     blocks = [rng.integers(-8, 8, 12).astype(dtype) for _ in weights]
     total = sum(map(Fraction, weights))
-    expected = [
-        complex(sum(Fraction(w) * int(b[k].real) for w, b in zip(weights, blocks)) / (total or 1))
-        for k in range(12)
-    ]
+    rows = [[int(x.real) * Fraction(w) for x in b] for w, b in zip(weights, blocks, strict=True)]
+    expected = [complex(sum(column) / (total or 1)) for column in zip(*rows, strict=True)]
     for weight, block in zip(weights, blocks, strict=True):
         if not weight:
             block[:] = np.nan  # it may hold anything
             block[::2] = np.inf
     found = reduced(
-        Reduction(Average, dtype, len(weights)), blocks,
-        in_place=in_place, block_elements=piece, weights=weights,
+        Reduction(Average, dtype, len(weights)),
+        blocks,
+        in_place=in_place,
+        block_elements=piece,
+        weights=weights,
     )
     tolerance = 8 * 16 * max(float(ml_dtypes.finfo(dtype).eps), 2.0**-52)
     np.testing.assert_allclose(found.astype(complex), expected, rtol=0, atol=tolerance)
@@ -334,7 +352,12 @@ def test_a_signal_handler_meets_a_reduction_not_begun_or_finished():
 
     raise_in_c = ctypes.CDLL(None)["raise"]  # unlike signal.raise_signal, it runs no handler itself
     done = []
-    steps = [(done.append, 1), (raise_in_c, int(signal.SIGUSR1)), (done.append, 2), (done.append, 3)]
+    steps = [
+        (done.append, 1),
+        (raise_in_c, int(signal.SIGUSR1)),
+        (done.append, 2),
+        (done.append, 3),
+    ]
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(Interrupted):

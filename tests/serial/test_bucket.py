@@ -1,4 +1,4 @@
-"""The bucket plan: a pure function, so any parameters at all must give a plan that keeps its rules."""
+"""The bucket plan: a pure function, so any parameters at all must give one that keeps its rules."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,13 @@ from hvdlite.errors import ConfigError
 
 MIB = 2**20
 ITEMSIZES = {
-    "bool": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16,
+    "bool": 1,
+    "int8": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex128": 16,
 }
 SETS = [None, (0,), (0, 1), (1, 2), (0, 1, 2, 3), (2, 3), (1, 3)]  # overlapping, and local
 RANKS = range(4)
@@ -28,9 +34,7 @@ def models(draw, sets=tuple(SETS), max_size=24):
     """Specs in registration order; most share few keys, so that buckets fill up."""
     kinds = draw(
         st.lists(
-            st.tuples(
-                st.sampled_from(sorted(ITEMSIZES)), st.sampled_from(sets), st.integers(0, 2)
-            ),
+            st.tuples(st.sampled_from(sorted(ITEMSIZES)), st.sampled_from(sets), st.integers(0, 2)),
             min_size=1,
             max_size=4,
         )
@@ -182,8 +186,11 @@ def test_another_launch_order_moves_no_slot(specs, random, thd, first):
 def test_equal_input_gives_an_equal_plan_and_another_plan_another_digest(case):
     specs, order, launch_order, plan = case
     again = plan_buckets(
-        list(specs), list(order), fusion_threshold=plan.fusion_threshold,
-        first_bucket=plan.first_bucket, launch_order=launch_order,
+        list(specs),
+        list(order),
+        fusion_threshold=plan.fusion_threshold,
+        first_bucket=plan.first_bucket,
+        launch_order=launch_order,
     )
     assert again == plan
     assert again.digest == plan.digest
@@ -197,7 +204,11 @@ def test_equal_input_gives_an_equal_plan_and_another_plan_another_digest(case):
     ]
     for k, bucket in enumerate(plan.buckets[:3]):
         for change in (
-            {"ranks": (5, 6)}, {"region": 7}, {"nbytes": 1}, {"dtype": "int4"}, {"names": ("?",)},
+            {"ranks": (5, 6)},
+            {"region": 7},
+            {"nbytes": 1},
+            {"dtype": "int4"},
+            {"names": ("?",)},
             {"offsets": (8,)},
         ):
             changed = [*plan.buckets]
@@ -218,9 +229,7 @@ def test_plan_comes_back_from_its_dict_and_covers_its_specs(case):
 
 def test_plan_comes_back_from_a_file_and_replaces_an_old_one(tmp_path):
     specs = [spec("größe", (3,)), spec("a/b", ()), spec("\ud800", (0, 4))]
-    plan = plan_buckets(
-        specs, [s.name for s in specs], fusion_threshold=128, first_bucket=64
-    )
+    plan = plan_buckets(specs, [s.name for s in specs], fusion_threshold=128, first_bucket=64)
     path = tmp_path / "plan.json"
     path.write_text("an older file, longer than the new one" * 100)
     plan.save(path)
@@ -279,7 +288,9 @@ def test_a_plan_without_one_of_its_parts_is_a_config_error(key):
         Plan.from_dict({k: v for k, v in GOOD.items() if k != key})
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b"\xff\xfe\x00binary", b"null"], ids=str)
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"3", b"{", b"\xff\xfe\x00binary", b"null"], ids=str
+)
 def test_a_file_that_holds_no_plan_is_a_config_error_that_names_it(content, tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
@@ -421,8 +432,13 @@ def test_plan_of_60_gradients_of_3_mib():
 
 def test_plan_of_mixed_dtypes_and_sets_keeps_each_key_together_in_memory():
     specs = [
-        spec("a32"), spec("a16", dtype="float16"), spec("local", ranks=None), spec("b32"),
-        spec("pair", ranks=(0, 2)), spec("b16", dtype="float16"), spec("c32"),
+        spec("a32"),
+        spec("a16", dtype="float16"),
+        spec("local", ranks=None),
+        spec("b32"),
+        spec("pair", ranks=(0, 2)),
+        spec("b16", dtype="float16"),
+        spec("c32"),
     ]
     plan = plan_of(specs, thd=128, first=64)
     assert picture(plan) == [
@@ -457,8 +473,12 @@ def test_plan_of_nothing():
 def test_plan_of_more_than_2_31_elements_is_exact():
     huge = 2**33 + 1
     specs = [
-        spec("a", (huge,)), spec("b", (3, huge), dtype="float64"), spec("c", (huge,)), spec("d", ()),
-        spec("e", (2**31 + 7, 2), dtype="int8"), spec("f", (5,), dtype="int8"),
+        spec("a", (huge,)),
+        spec("b", (3, huge), dtype="float64"),
+        spec("c", (huge,)),
+        spec("d", ()),
+        spec("e", (2**31 + 7, 2), dtype="int8"),
+        spec("f", (5,), dtype="int8"),
     ]
     plan = plan_of(specs, thd=2**40, first=2**40)
     slot = 2**35 + 64  # of 2**33 + 1 float32

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from fakes import Network, together
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite
+from fakes import Network, together
 from hvdlite import data
 from hvdlite.errors import HorovodInternalError, MismatchError, NotInitializedError
 
@@ -100,7 +100,9 @@ def test_the_kth_samples_of_all_ranks_are_the_kth_round_of_the_permutation(size,
 def test_rows_are_those_of_the_indices(size, count, kwargs, tail):
     rows = np.arange(3 * count).reshape(count, 3)
     for part, indices in zip(
-        shards(size, rows, tail=tail, **kwargs), shards(size, count, tail=tail, **kwargs), strict=True
+        shards(size, rows, tail=tail, **kwargs),
+        shards(size, count, tail=tail, **kwargs),
+        strict=True,
     ):
         np.testing.assert_array_equal(part, rows[indices])
 
@@ -108,7 +110,9 @@ def test_rows_are_those_of_the_indices(size, count, kwargs, tail):
 def test_without_shuffling_samples_stay_in_order():
     assert [p.tolist() for p in shards(3, 8, shuffle=False)] == [[0, 3], [1, 4], [2, 5]]
     assert [p.tolist() for p in shards(3, 8, shuffle=False, tail="pad")] == [
-        [0, 3, 6], [1, 4, 7], [2, 5, 0]
+        [0, 3, 6],
+        [1, 4, 7],
+        [2, 5, 0],
     ]
     assert [p.tolist() for p in shards(4, 1, shuffle=False, tail="pad")] == [[0], [0], [0], [0]]
 
@@ -117,7 +121,9 @@ def test_shuffling_differs_by_seed_and_epoch_and_repeats_itself():
     (first,), (again,) = shards(1, 100, seed=1), shards(1, 100, seed=1)
     assert first.tolist() == again.tolist()
     assert sorted(first.tolist()) == list(range(100))
-    others = [shards(1, 100, seed=s, epoch=e)[0].tolist() for s, e in ((1, 1), (2, 0), (0, 1), (0, 0))]
+    others = [
+        shards(1, 100, seed=s, epoch=e)[0].tolist() for s, e in ((1, 1), (2, 0), (0, 1), (0, 0))
+    ]
     assert len({tuple(order) for order in [first.tolist(), *others]}) == 5
 
 

@@ -53,21 +53,29 @@ def buffers(draw):
     }
     order = draw(st.permutations(list(specs)))
     plan = plan_buckets(
-        list(specs.values()), order, fusion_threshold=draw(st.integers(0, 2000)), first_bucket=128,
+        list(specs.values()),
+        order,
+        fusion_threshold=draw(st.integers(0, 2000)),
+        first_bucket=128,
         launch_order=merge_orders(list(specs.values()), {}),
     )
     rank = draw(st.integers(0, 2))
     sizes = plan.layout(rank)[1]
     regions = [region_of(sizes.get(k, 0)) for k in range(2)]
     memory = [m for m, _ in regions]
-    return plan, specs, rank, memory, [g for _, gs in regions for g in gs], FusionBuffer(
-        plan, rank, memory, specs, DTYPES
+    return (
+        plan,
+        specs,
+        rank,
+        memory,
+        [g for _, gs in regions for g in gs],
+        FusionBuffer(plan, rank, memory, specs, DTYPES),
     )
 
 
 @given(buffers())
 def test_views_have_the_shapes_and_dtypes_of_this_ranks_gradients(case):
-    plan, specs, rank, _, _, buffer = case
+    _, specs, rank, _, _, buffer = case
     mine = {n for n, s in specs.items() if s.ranks is None or rank in s.ranks}
     assert set(buffer.views) == mine
     for name, view in buffer.views.items():

@@ -1,15 +1,14 @@
-"""The matching layer over a fake network of ranks in one process: nothing is lost, mixed or doubled."""
+"""The matching layer over a fake network of ranks: nothing is lost, mixed or doubled."""
 
 import random
 import time
 
 import numpy as np
 import pytest
-from fakes import Network, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import Alarm, Interrupter, Timeout, at_every_point
 
+from fakes import Network, together
 from hvdlite import progress as progress_module
 from hvdlite.arithmetic import Reduction
 from hvdlite.backends.base import RankState
@@ -21,6 +20,7 @@ from hvdlite.errors import (
 )
 from hvdlite.negotiation import Ticket, separate
 from hvdlite.types import Average, Sum
+from interrupts import Alarm, Interrupter, Timeout, at_every_point
 
 PIECE = 40_000  # bytes; a call itself carries up to 32 KiB
 SIZES = [0, 1, 1000, 32 * 1024, 32 * 1024 + 8, 100_000]
@@ -30,7 +30,12 @@ def gather(name, ranks, rank, nbytes, *, set_id=0, signature=()):
     """A call whose result is everybody's bytes."""
     data = np.full(nbytes + rank, 16 * rank + nbytes % 13, np.uint8)  # sizes may differ
     return Ticket(
-        set_id, ranks, name, (("kind", "gather"), *signature), data, place=separate,
+        set_id,
+        ranks,
+        name,
+        (("kind", "gather"), *signature),
+        data,
+        place=separate,
         finish=lambda parts: [part.tobytes() for part in parts],
     )
 
@@ -39,8 +44,13 @@ def total(name, ranks, rank, nbytes, *, set_id=0, op=Sum):
     """A call whose result is the sum over the ranks."""
     data = np.arange(nbytes // 8, dtype=np.int64) * (rank + 1)
     return Ticket(
-        set_id, ranks, name, (("kind", "total"), ("dtype", "int64")), data.view(np.uint8),
-        place=separate, finish=lambda parts: [part.tobytes() for part in parts],
+        set_id,
+        ranks,
+        name,
+        (("kind", "total"), ("dtype", "int64")),
+        data.view(np.uint8),
+        place=separate,
+        finish=lambda parts: [part.tobytes() for part in parts],
         reduction=Reduction(op, data.dtype, len(ranks)),
     )
 
@@ -68,7 +78,7 @@ def assert_nothing_is_left(matchers):
 
 
 def drive(matchers, tickets, rng=None, interrupter=None):
-    """Advance the ranks, in random turns, until all tickets are done; how often it was interrupted."""
+    """Advance the ranks, in random turns, until all is done; how often it was interrupted."""
     num_interrupts = 0
     for _ in range(3000):
         order = list(matchers)
@@ -224,7 +234,8 @@ def test_a_refused_call_is_not_overtaken_by_a_later_one():
     network.controls[0].post = refuse
     tickets = [
         matcher.submit(gather(name, (0, 1), matcher.rank, 8))
-        for name in ("first", "second") for matcher in matchers
+        for name in ("first", "second")
+        for matcher in matchers
     ]
     drive(matchers, tickets)
     assert len(refused) == 3
@@ -235,7 +246,8 @@ def test_a_refused_call_is_not_overtaken_by_a_later_one():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(2, 4),
+    st.integers(0, 2**32),
+    st.integers(2, 4),
     st.sampled_from([("shape", (3,), (4,)), ("dtype", "int8", "int16"), ("root_rank", 0, 1)]),
     st.data(),
 )
@@ -250,9 +262,15 @@ def test_a_mismatch_is_the_same_error_on_every_member_and_the_next_call_works(
     what, common, other = field
     nbytes = data.draw(st.sampled_from([8, 100_000]))
     tickets = [
-        m.submit(gather("x", ranks, m.rank, nbytes, signature=[
-            ("op", "Sum"), (what, other if m.rank in odd else common)
-        ]))
+        m.submit(
+            gather(
+                "x",
+                ranks,
+                m.rank,
+                nbytes,
+                signature=[("op", "Sum"), (what, other if m.rank in odd else common)],
+            )
+        )
         for m in matchers
     ]
     drive(matchers, tickets, rng)
@@ -376,7 +394,7 @@ def test_a_name_that_is_still_under_way_is_a_value_error_and_sends_nothing():
     matcher = network.matchers()[0]
     matcher.submit(gather("x", (0, 1), 0, 8))
     posted = network.num_posted
-    with pytest.raises(ValueError, match="gather 'x'.*still under way on rank 0"):
+    with pytest.raises(ValueError, match=r"gather 'x'.*still under way on rank 0"):
         matcher.submit(gather("x", (0, 1), 0, 8))
     assert network.num_posted == posted
 
@@ -557,16 +575,18 @@ def test_exchange_hands_out_everybodys_value_in_rank_order():
 def test_agree_takes_contents_as_a_set():
     matchers = Network(2).matchers()
     contents = [{"a": "1", "b": "2"}, {"b": "2", "a": "1"}]
-    assert together(
-        2, lambda r: matchers[r].agree(0, (0, 1), "maker", None, contents[r])
-    ) == [None, None]
+    assert together(2, lambda r: matchers[r].agree(0, (0, 1), "maker", None, contents[r])) == [
+        None,
+        None,
+    ]
 
 
 def test_agree_raises_a_ranks_own_error_there_and_quotes_it_elsewhere():
     matchers = Network(3).matchers()
     own = ValueError("bad lr")
     found = together(
-        3, lambda r: matchers[r].agree(0, (0, 1, 2), "maker", own if r == 1 else None, {"r": str(r)})
+        3,
+        lambda r: matchers[r].agree(0, (0, 1, 2), "maker", own if r == 1 else None, {"r": str(r)}),
     )
     assert found[1] is own
     for r in (0, 2):
@@ -577,8 +597,11 @@ def test_agree_raises_a_ranks_own_error_there_and_quotes_it_elsewhere():
 
 def test_agree_names_items_ranks_and_descriptions_that_differ():
     matchers = Network(3).matchers()
-    contents = [{"w": "shape (2,)", "same": "1"}, {"w": "shape (3,)", "same": "1"},
-                {"w": "shape (2,)", "same": "1", "extra": "shape ()"}]
+    contents = [
+        {"w": "shape (2,)", "same": "1"},
+        {"w": "shape (3,)", "same": "1"},
+        {"w": "shape (2,)", "same": "1", "extra": "shape ()"},
+    ]
     found = together(3, lambda r: matchers[r].agree(0, (0, 1, 2), "maker", None, contents[r]))
     assert {type(exc) for exc in found} == {MismatchError}
     (text,) = {str(exc) for exc in found}
@@ -592,7 +615,8 @@ def test_agree_names_items_ranks_and_descriptions_that_differ():
 def test_agree_tells_ten_items_at_most():
     matchers = Network(2).matchers()
     found = together(
-        2, lambda r: matchers[r].agree(0, (0, 1), "m", None, {f"p{k:02d}": str(r) for k in range(13)})
+        2,
+        lambda r: matchers[r].agree(0, (0, 1), "m", None, {f"p{k:02d}": str(r) for k in range(13)}),
     )
     lines = str(found[0]).splitlines()
     assert len(lines) == 12

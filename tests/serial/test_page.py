@@ -8,16 +8,16 @@ from collections import defaultdict
 from contextlib import suppress
 
 import pytest
-from fakes import together
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import Alarm, at_every_point
 
+from fakes import together
 from hvdlite.backends import page as page_module
 from hvdlite.backends import segment as segment_module
 from hvdlite.backends.base import RankState
 from hvdlite.backends.page import MAX_RANKS, ControlPage, fence, is_running, shared_segment
 from hvdlite.errors import BackendUnavailableError
+from interrupts import Alarm, at_every_point
 
 ARENA = 2 * 2**20
 
@@ -77,7 +77,8 @@ def test_messages_come_to_their_readers_in_order_and_once(pages):
     assert a.post([2], ("c alone", None, 2.5, True, ("nested", b"\0")), memoryview(b"")[:])
     assert received(b) == [(0, ("both", 1), b"xyz"), (0, ("b alone",), b"")]
     assert received(c) == [
-        (0, ("both", 1), b"xyz"), (0, ("c alone", None, 2.5, True, ("nested", b"\0")), b"")
+        (0, ("both", 1), b"xyz"),
+        (0, ("c alone", None, 2.5, True, ("nested", b"\0")), b""),
     ]
     for page in pages:
         assert not page.poll(lambda *_: pytest.fail("came twice"))
@@ -131,7 +132,8 @@ def test_large_messages_have_room_of_their_own(pages):
     assert posted >= 4
     assert a.post([1], ("small",))
     assert received(b) == [
-        *((0, (k,), bytes([k]) * 100_000) for k in range(posted)), (0, ("small",), b"")
+        *((0, (k,), bytes([k]) * 100_000) for k in range(posted)),
+        (0, ("small",), b""),
     ]
 
 
@@ -387,7 +389,7 @@ def test_the_messages_to_a_dead_rank_do_not_fill_the_table(end, monkeypatch):
     received(c)
     assert not a.post([1, 2], ("y",))
     if end == "gone":
-        monkeypatch.setattr(page_module, "is_running", lambda pid: False)
+        monkeypatch.setattr(page_module, "is_running", lambda _: False)
         a.check_alive([1])
         monkeypatch.undo()
         assert a.state(1) == (RankState.FAILED, f"its process (pid {os.getpid()}) is gone")
@@ -411,15 +413,15 @@ def test_looking_at_the_living_changes_nothing():
 def test_a_rank_that_left_before_its_process_ended_has_left(monkeypatch):
     a, b = make_pages(2)
     b.announce(RankState.LEFT)
-    monkeypatch.setattr(page_module, "is_running", lambda pid: False)
+    monkeypatch.setattr(page_module, "is_running", lambda _: False)
     a.check_alive([0, 1])
     assert a.state(1) == (RankState.LEFT, "")
     assert a.state(0) == (RankState.ALIVE, "")  # nobody looks at itself
 
 
 def test_a_rank_that_has_not_written_its_pid_yet_is_not_gone():
-    # Its peers' first look came between the segment's last exchange and the line that writes the pid;
-    # it counted as gone for ever.
+    # Its peers' first look came between the segment's last exchange and the line that writes the
+    # pid; it counted as gone for ever.
     a, b = make_pages(2)
     pid, b._mine[page_module._PID] = b._mine[page_module._PID], 0
     b._mine[page_module._STATE] = RankState.STARTING
@@ -528,5 +530,7 @@ def test_an_exchange_that_fails_leaves_no_file(directory):
 
 
 def test_too_many_ranks_are_refused_with_both_numbers():
-    with pytest.raises(BackendUnavailableError, match=f"{MAX_RANKS + 1} ranks.*at most {MAX_RANKS}"):
+    with pytest.raises(
+        BackendUnavailableError, match=f"{MAX_RANKS + 1} ranks.*at most {MAX_RANKS}"
+    ):
         ControlPage(0, MAX_RANKS + 1, ARENA, lambda word: [word])

@@ -68,7 +68,9 @@ def test_a_rank_outside_is_not_included_and_has_no_rank():
 def test_a_set_that_is_not_registered_says_what_to_do(question):
     made = ProcessSet([0, 1])
     assert made.process_set_id is None
-    with pytest.raises(ValueError, match=r"ProcessSet\(\[0, 1\]\) is not registered.*add_process_set"):
+    with pytest.raises(
+        ValueError, match=r"ProcessSet\(\[0, 1\]\) is not registered.*add_process_set"
+    ):
         getattr(made, question)()
     made.bind(1, 0, made.ranks)
     assert getattr(made, question)() in (True, 0, 2)
@@ -82,7 +84,9 @@ def test_the_world_has_no_ranks_before_init():
     assert repr(global_process_set) == "ProcessSet(the world)"
     assert global_process_set.process_set_id is None
     for question in (
-        global_process_set.included, global_process_set.rank, global_process_set.size,
+        global_process_set.included,
+        global_process_set.rank,
+        global_process_set.size,
         lambda: global_process_set.ranks,
     ):
         with pytest.raises(NotInitializedError, match=r"hvdlite\.init\(\)"):

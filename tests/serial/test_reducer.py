@@ -4,16 +4,15 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from fakes import LoggingStream, Network
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import Alarm, Timeout, at_every_point
 
+from fakes import LoggingStream, Network
 from hvdlite import log
 from hvdlite.bucket import Plan, TensorSpec, plan_buckets
 from hvdlite.errors import (
@@ -27,6 +26,8 @@ from hvdlite.errors import (
 from hvdlite.progress import Progress
 from hvdlite.reducer import Reducer, ReducerOptions
 from hvdlite.types import Sum
+from interrupts import Alarm, Timeout, at_every_point
+
 
 class Param(NamedTuple):
     """A parameter; its ranks are the optimizer's unless given, None: local."""
@@ -37,7 +38,7 @@ class Param(NamedTuple):
 
 
 class World:
-    """Ranks of one process, each with a reducer and a logging stream; they hear each other's records.
+    """Ranks of one process, each with a reducer and a stream; they hear each other's records.
 
     Args:
         params: Shape, or `Param`, by name; in registration order.
@@ -58,8 +59,14 @@ class World:
             stream.peers = dict(enumerate(self.streams))
             self.reducers.append(
                 Reducer(
-                    self.specs, self.dtypes, rank, stream, self.progress[rank],
-                    ReducerOptions(**options), plan, lambda word: [word],
+                    self.specs,
+                    self.dtypes,
+                    rank,
+                    stream,
+                    self.progress[rank],
+                    ReducerOptions(**options),
+                    plan,
+                    lambda word: [word],
                 )
             )
 
@@ -96,7 +103,7 @@ class World:
                 self.streams[rank].on_advance = lambda: run(following)
             try:
                 results[rank] = self.reducers[rank].synchronize()
-            except Exception as exc:  # noqa: BLE001 - it is the result
+            except Exception as exc:
                 results[rank] = exc
             self.streams[rank].on_advance = lambda: None
 
@@ -123,7 +130,7 @@ def alone(params, **options):
     return world, reducer, stream
 
 
-SIX = {name: (16,) for name in "abcdef"}  # a slot of 64 bytes each
+SIX = dict.fromkeys("abcdef", (16,))  # a slot of 64 bytes each
 
 
 # --- the life of a gradient
@@ -245,13 +252,21 @@ def test_an_optimizer_without_parameters_makes_steps():
     assert world.step() == [{}, {}]
     assert world.step() == [{}, {}]
     assert world.streams[0].log == [
-        "grow [0, 0]", "program [] of 0", "begin 0 0 1", "conclude", "begin 1 1 1", "conclude"
+        "grow [0, 0]",
+        "program [] of 0",
+        "begin 0 0 1",
+        "conclude",
+        "begin 1 1 1",
+        "conclude",
     ]
 
 
 def test_several_sets_are_one_order_of_which_each_rank_has_its_part():
     params = {
-        "w": (16,), "x": Param((16,), ranks=(0, 1)), "y": Param((16,), ranks=(1, 2)), "z": (16,)
+        "w": (16,),
+        "x": Param((16,), ranks=(0, 1)),
+        "y": Param((16,), ranks=(1, 2)),
+        "z": (16,),
     }
     world = World(params, size=3, fusion_threshold=64)
     programs = [stream.log[1] for stream in world.streams]
@@ -271,7 +286,12 @@ def test_counters_count_steps_buckets_and_bytes():
     world.announce(0, SIX)
     reducer.synchronize()
     counters = world.progress[0].counters
-    assert (counters.buckets, counters.collectives, counters.bytes, counters.steps) == (4, 4, 384, 0)
+    assert (counters.buckets, counters.collectives, counters.bytes, counters.steps) == (
+        4,
+        4,
+        384,
+        0,
+    )
     reducer.finish()
     assert counters.steps == 1
 
@@ -366,7 +386,9 @@ def test_poison_fills_packed_slots_before_the_first_gradient_and_views_never():
         lambda g: np.repeat(g, 2, axis=1)[:, ::2],
         lambda g: g[::-1][::-1],
         lambda g: np.frombuffer(g.tobytes(), np.float32).reshape(g.shape),  # read-only
-        lambda g: np.frombuffer(b"\0" + g.tobytes(), np.uint8)[1:].view(np.float32).reshape(g.shape),
+        lambda g: (
+            np.frombuffer(b"\0" + g.tobytes(), np.uint8)[1:].view(np.float32).reshape(g.shape)
+        ),
     ],
     ids=["byte order", "fortran", "strided", "reversed twice", "read-only", "unaligned"],
 )
@@ -459,7 +481,7 @@ def test_between_synchronize_and_step_no_gradient_may_come():
     world, reducer, _ = alone(SIX)
     world.announce(0, SIX)
     reducer.synchronize()
-    with pytest.raises(RuntimeError, match="synchronized already|already synchronized"):
+    with pytest.raises(RuntimeError, match="already synchronized"):
         world.announce(0, "a")
     reducer.finish()
     world.announce(0, "a")
@@ -554,7 +576,10 @@ def said(monkeypatch):
 
 
 MIXED = {
-    "all": (2,), "some": (2,), "never": (2,), "pair": Param((2,), ranks=(0, 2)),
+    "all": (2,),
+    "some": (2,),
+    "never": (2,),
+    "pair": Param((2,), ranks=(0, 2)),
     "own": Param((2,), ranks=None),
 }
 
@@ -570,7 +595,9 @@ def test_missing_zero_hands_out_what_any_member_had(said):
     for _ in range(2):
         announce_mixed(world)
         assert [sorted(r) for r in world.synchronize()] == [
-            ["all", "pair", "some"], ["all", "own", "some"], ["all", "pair", "some"]
+            ["all", "pair", "some"],
+            ["all", "own", "some"],
+            ["all", "pair", "some"],
         ]
         world.finish()
     texts = sorted(said.values())
@@ -592,15 +619,19 @@ def test_missing_error_raises_on_every_rank_and_the_next_step_works():
     assert {type(r) for r in results} == {MissingGradientError}
     (text,) = {str(r) for r in results}
     for piece in (
-        "step 0: no gradient for", "'some' on ranks [1, 2]", "'never' on ranks [0, 1, 2]",
-        "'pair' on ranks [2]", "'own' on ranks [0, 2]",
+        "step 0: no gradient for",
+        "'some' on ranks [1, 2]",
+        "'never' on ranks [0, 1, 2]",
+        "'pair' on ranks [2]",
+        "'own' on ranks [0, 2]",
     ):
         assert piece in text
     assert "'all'" not in text
     for value in (5, 6):
         results = world.step(value)  # nothing of the dropped step is left
         assert [sorted(r) for r in results] == [
-            ["all", "never", "own", "pair", "some"], ["all", "never", "own", "some"],
+            ["all", "never", "own", "pair", "some"],
+            ["all", "never", "own", "some"],
             ["all", "never", "own", "pair", "some"],
         ]
         assert all((a == value).all() for r in results for a in r.values())
@@ -644,16 +675,16 @@ def test_a_warning_comes_once_for_each_set_of_names(said):
 
 def test_ranks_at_different_steps_are_told_so():
     _, reducer, stream = alone(SIX)
-    stream.change_record = lambda q, record: record[:8] + (7).to_bytes(8, "little") + record[16:]
-    with pytest.raises(HorovodInternalError, match="rank 0 at step 0.*rank 1 at step 7"):
+    stream.change_record = lambda _, record: record[:8] + (7).to_bytes(8, "little") + record[16:]
+    with pytest.raises(HorovodInternalError, match=r"rank 0 at step 0.*rank 1 at step 7"):
         reducer.synchronize()
-    stream.change_record = lambda q, record: record
+    stream.change_record = lambda _, record: record
     reducer.synchronize()
 
 
 def test_ranks_with_different_plans_are_told_so():
     _, reducer, stream = alone(SIX)
-    stream.change_record = lambda q, record: record[:16] + bytes(8) + record[24:]
+    stream.change_record = lambda _, record: record[:16] + bytes(8) + record[24:]
     with pytest.raises(HorovodInternalError, match="plan 0"):
         reducer.synchronize()
 
@@ -722,7 +753,9 @@ def test_buckets_whose_ranks_all_weigh_nothing_count_as_had_by_none():
             g = world.gradient(spec.name, 1)
             world.reducers[rank].grad_ready(spec.name, g, **({"weight": weight} if k == 0 else {}))
     assert [sorted(r) for r in world.synchronize()] == [
-        ["own", "world"], ["own", "world"], ["own", "world"]
+        ["own", "world"],
+        ["own", "world"],
+        ["own", "world"],
     ]
     world.finish()
     for rank in range(3):
@@ -734,7 +767,7 @@ def test_buckets_whose_ranks_all_weigh_nothing_count_as_had_by_none():
 
 
 def test_what_step_is_given_joins_what_was_announced():
-    world, reducer, stream = alone(SIX)
+    world, reducer, _ = alone(SIX)
     kept = {name: world.gradient(name, ord(name)) for name in SIX}
     reducer.grad_ready("a", kept["a"])
     reducer.grad_ready("f", kept["f"])
@@ -748,7 +781,7 @@ def test_another_array_for_a_name_that_was_announced_is_an_error():
     world, reducer, _ = alone(SIX)
     for _ in range(5):
         reducer.grad_ready("a", np.array([1] * 16, np.float32))
-        with pytest.raises(ValueError, match="'a'.*another array"):
+        with pytest.raises(ValueError, match=r"'a'.*another array"):
             reducer.submit({"a": np.array([5] * 16, np.float32)}, None)
         reducer.submit({"b": world.gradient("b", 2)}, None)
         result = reducer.synchronize()
@@ -761,8 +794,10 @@ def test_a_bad_gradient_in_step_stores_nothing_at_all():
     before = list(stream.log)
     good = world.gradient("a", 1)
     for bad, error in (
-        ({"a": good, "nope": good}, KeyError), ({"a": good, "b": np.zeros(3)}, ValueError),
-        ({"a": good, "b": [1]}, TypeError), ([("a", good)], TypeError),
+        ({"a": good, "nope": good}, KeyError),
+        ({"a": good, "b": np.zeros(3)}, ValueError),
+        ({"a": good, "b": [1]}, TypeError),
+        ([("a", good)], TypeError),
     ):
         with pytest.raises(error):
             reducer.submit(bad, None)
@@ -916,7 +951,7 @@ def test_new_parameters_get_memory_of_their_own_and_old_views_stay():
     assert world.streams[0].log[-2] == "grow [128, 128]"
     spans = sorted(v.ctypes.data for v in world.reducers[0].views.values())
     assert len(spans) == 8
-    assert all(b - a >= 64 for a, b in zip(spans, spans[1:], strict=False))
+    assert all(b - a >= 64 for a, b in pairwise(spans))
     for _ in range(2):
         for rank in (0, 1):
             for name in "hgfedcba":
@@ -947,7 +982,10 @@ def test_a_wait_that_an_alarm_broke_off_goes_on_where_it_was():
     result = reducer.synchronize()
     assert sorted(result) == list("bcdef")
     assert [line for line in stream.log if "launch" in line] == [
-        "launch 0", "launch 1", "launch 2", "launch 3 with record"
+        "launch 0",
+        "launch 1",
+        "launch 2",
+        "launch 3 with record",
     ]
     assert world.progress[0].counters.buckets == 4
 
@@ -962,7 +1000,7 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("case", INTERRUPTED)
 def test_an_alarm_at_every_point_of_synchronize_changes_nothing(case, monkeypatch):
-    monkeypatch.setattr(log, "warn_once", lambda key, text: None)
+    monkeypatch.setattr(log, "warn_once", lambda *_: None)
     params = INTERRUPTED[case]
     options = {"missing": "error" if case == "fails" else "zero", "views": case == "views"}
 
@@ -1099,15 +1137,18 @@ def test_a_closed_reducer_refuses_everything_and_tells_its_peers_once():
     reducer.close()
     assert stream.log.count("close") == 1
     for call in (
-        lambda: world.announce(0, "b"), reducer.synchronize, reducer.check_can_step,
-        lambda: reducer.submit({}, None), reducer.zero_views,
+        lambda: world.announce(0, "b"),
+        reducer.synchronize,
+        reducer.check_can_step,
+        lambda: reducer.submit({}, None),
+        reducer.zero_views,
     ):
         with pytest.raises(ShutDownError, match=r"close\(\) was called"):
             call()
 
 
-def test_a_peer_that_closed_ends_the_wait_for_it_and_for_no_other(monkeypatch):
-    world, reducer, stream = alone(SIX)
+def test_a_peer_that_closed_ends_the_wait_for_it_and_for_no_other():
+    _, reducer, stream = alone(SIX)
     stream.is_released = False
     stream.late, stream.closed = [1], [1]
     with pytest.raises(RankFailedError, match=r"step 0 .*ranks \[1\] have closed or dropped"):
@@ -1128,7 +1169,7 @@ def test_a_peer_that_closed_ends_the_wait_for_it_and_for_no_other(monkeypatch):
 def test_a_dropped_reducer_is_freed_at_once_and_says_so():
     gc.disable()
     try:
-        world, reducer, stream = alone(SIX)
+        world, reducer, _ = alone(SIX)
         world.announce(0, SIX)
         reducer.synchronize()
         reducer.finish()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interrupts import Alarm, at_every_point
 
 from hvdlite.backends import segment as segment_module
 from hvdlite.backends.segment import Segment
+from interrupts import Alarm, at_every_point
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,9 @@ def test_too_little_room_is_an_os_error_that_says_what_to_type(directory, monkey
 
     before = num_descriptors()
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"no room for 12345 bytes.*--shm-size=.*remount,size=") as caught:
+    with pytest.raises(
+        OSError, match=r"no room for 12345 bytes.*--shm-size=.*remount,size="
+    ) as caught:
         Segment.create(12345)
     assert caught.value.errno == errno.ENOSPC
     assert str(directory) in str(caught.value)

@@ -31,13 +31,23 @@ MPICH = {"PMI_SIZE": "3", "PMI_RANK": "0"}
         (MPICH, "the mpiexec of MPICH (or Intel MPI)", 3, "MPICH", "Open MPI"),
         (MPICH, "the mpiexec of MPICH (or Intel MPI)", 3, "Intel MPI", "Open MPI"),
         (
-            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
-             "SLURM_NTASKS": "16"},
-            "Slurm's srun", 8, None, None,
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_NTASKS": "16",
+            },
+            "Slurm's srun",
+            8,
+            None,
+            None,
         ),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"},
-            "Slurm's srun", 16, None, None,
+            "Slurm's srun",
+            16,
+            None,
+            None,
         ),
         ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}, "torchrun", 2, None, "MPICH"),
     ],
@@ -90,13 +100,13 @@ class FakeMPI(SimpleNamespace):
     def get_vendor(self):
         return self.vendor, (5, 0, 0)
 
-    def Get_library_version(self):  # noqa: N802 - mpi4py's name
+    def Get_library_version(self):
         return f"{self.vendor} v5.0\0\nbuilt somewhere"
 
-    def Is_initialized(self):  # noqa: N802
+    def Is_initialized(self):
         return self.initialized
 
-    def Init_thread(self, level):  # noqa: N802
+    def Init_thread(self, level):
         assert level == self.THREAD_MULTIPLE
         self.initialized = True
 
@@ -148,7 +158,7 @@ def test_a_launcher_of_another_mpi_is_refused_before_mpi_starts(env, vendor, lau
 def test_a_world_of_one_under_a_launcher_of_many_is_refused(fake_mpi):
     fake_mpi("Cray MPICH", 1)
     srun = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}
-    with pytest.raises(HvdliteError, match="srun started 16 processes.*16 jobs of one rank"):
+    with pytest.raises(HvdliteError, match=r"srun started 16 processes.*16 jobs of one rank"):
         load_mpi(srun)
 
 
@@ -194,9 +204,7 @@ def test_ranks_on_several_machines_are_refused_with_their_hosts():
 def warnings_of(monkeypatch):
     """What `warn_of_traps` says on a machine that is described by keywords."""
 
-    def warn(
-        env=(), *, rank=0, size=2, usable=8, cores=8, multiple=True, shm_mib=1000
-    ):
+    def warn(env=(), *, rank=0, size=2, usable=8, cores=8, multiple=True, shm_mib=1000):
         said = {}
         monkeypatch.setattr(log, "warn_once", lambda key, text: said.setdefault(key, text))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
