@@ -188,6 +188,7 @@ class Reducer:
         self._is_filled = False  # slots of missing gradients are zero
         self._failure: Exception | None = None  # this rank's own, told to all by the record
         self._result: dict[str, Array] | None = None
+        self._warned: set[tuple[str, ...]] = set()  # sets of missing names already told
         self._checksums: dict[str, int] = {}
         self._orders: dict[Any, tuple[str, ...]] = {}  # readiness order by group, agreed
         self._recorded: dict[str, None] = {}  # names of groups this rank decides, as they came
@@ -749,12 +750,15 @@ class Reducer:
                 + ". Nothing was applied; the next step works."
             )
         mine = sorted(name for name, qs in lacking.items() if self._rank in qs)
-        if mine:
-            log.warn_once(
-                ("missing", id(self), tuple(mine)),
-                f"rank {self._rank} had no gradient for {len(mine)} of {len(self._slots)} "
-                f"parameters: {', '.join(mine[:8])}{', ...' if len(mine) > 8 else ''} "
-                f"(missing={policy!r})",
+        if mine and tuple(mine) not in self._warned:
+            self._warned.add(tuple(mine))
+            log.logger.warning(
+                "rank %d had no gradient for %d of %d parameters: %s (missing=%r)",
+                self._rank,
+                len(mine),
+                len(self._slots),
+                ", ".join(mine[:8]) + (", ..." if len(mine) > 8 else ""),
+                policy,
             )
         return result
 

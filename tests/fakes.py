@@ -237,7 +237,7 @@ class LoggingStream:
         """See `Stream.missing`."""
         return [] if self.finished() else self.late
 
-    def close(self) -> None:
+    def close(self, base: int) -> None:
         """See `Stream.close`."""
         self.log.append("close")
 
