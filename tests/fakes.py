@@ -239,7 +239,7 @@ class LoggingStream:
 
     def close(self, base: int) -> None:
         """See `Stream.close`."""
-        self.log.append("close")
+        self.log.append(f"close {base}")
 
     def closed_ranks(self) -> list[int]:
         """See `Stream.closed_ranks`."""

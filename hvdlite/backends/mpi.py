@@ -25,6 +25,7 @@ from hvdlite.arithmetic import blocked_steps, run
 from hvdlite.backends.base import Agree, Deliver, Header, RankState, Work
 from hvdlite.backends.local import aligned_zeros
 from hvdlite.backends.page import is_running
+from hvdlite.errors import BackendUnavailableError
 from hvdlite.types import Array
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _MAX_PAYLOAD = 256 * 1024 - _HEADER_BYTES
 _MAX_OUTSTANDING = 64  # messages on the way to one rank
 CHUNK_BYTES = 2**30  # Open MPI's counts end at 2^31 - 1
 _ANNOUNCE_TRIES = 1000  # by the last word of a rank, which cannot wait
+_NUM_TAG_NUMBERS = 4096  # of streams alive at a time; with 9 bits for the rest of a tag
 _WINDOW = 2  # buckets exchanged at the same time
 
 
@@ -178,12 +180,14 @@ class MpiStream:
         control: MpiControl,
         data: "MPI.Intracomm",
         stream_id: int,
+        tag_number: int,
         ranks: tuple[int, ...],
         block_elements: int,
     ) -> None:
         self.ranks = ranks
         self.buffers: list[Array] = []
         self._control, self._data, self._id = control, data, stream_id
+        self.tag_number = tag_number
         self._block_elements = block_elements
         self._others = [q for q in ranks if q != control.rank]
         self._works: list[_Exchange] = []
@@ -268,7 +272,7 @@ class MpiStream:
                 if any(self._arrived[q] < position for q in work.others):
                     break
                 weights = [self._weights[self._base, q] for q in work.ranks]
-                tag = (self._id % 4096) << 9 | (position % 128) << 2
+                tag = self.tag_number << 9 | (position % 128) << 2
                 work.begin(self._data, self._scratch[i % _WINDOW], tag, weights)
                 moved = True
             moved = work.advance(self._data) or moved
@@ -402,9 +406,29 @@ class MpiBackend:
 
     def open_stream(self, stream_id: int, ranks: tuple[int, ...], agree: Agree) -> MpiStream:
         """See `Backend.open_stream`."""
-        stream = MpiStream(self.control, self._data, stream_id, ranks, self._block_elements)
+        number = self._free_tag_number(stream_id, agree)
+        stream = MpiStream(self.control, self._data, stream_id, number, ranks, self._block_elements)
         agree(None)  # nobody sends before everybody listens
         return stream
+
+    def _free_tag_number(self, stream_id: int, agree: Agree) -> int:
+        """A number for the tags of a new stream that no living stream of any member uses.
+
+        The search starts at the stream's own number, so that one that was just given up, whose
+        last messages may be under way, is the last to be taken again.
+
+        Raises:
+            BackendUnavailableError: On every rank: there is none.
+        """
+        mine = [str(stream.tag_number) for stream in self.control.streams.values()]
+        taken = {int(word) for text in agree(",".join(mine)) if text for word in text.split(",")}
+        for k in range(_NUM_TAG_NUMBERS):
+            number = (stream_id + k) % _NUM_TAG_NUMBERS
+            if number not in taken:
+                return number
+        raise BackendUnavailableError(
+            f"{_NUM_TAG_NUMBERS} optimizers are alive; opt.close() and drop those that are done"
+        )
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.bucket import TensorSpec, merge_orders, plan_buckets
@@ -73,6 +73,7 @@ def buffers(draw):
     )
 
 
+@settings(max_examples=40)
 @given(buffers())
 def test_views_have_the_shapes_and_dtypes_of_this_ranks_gradients(case):
     _, specs, rank, _, _, buffer = case
@@ -86,6 +87,7 @@ def test_views_have_the_shapes_and_dtypes_of_this_ranks_gradients(case):
         assert view.flags.aligned
 
 
+@settings(max_examples=40)
 @given(buffers())
 def test_views_lie_where_the_plan_says(case):
     plan, _, rank, memory, _, buffer = case
@@ -97,6 +99,7 @@ def test_views_lie_where_the_plan_says(case):
             assert view.ctypes.data % 64 == 0
 
 
+@settings(max_examples=40)
 @given(buffers())
 def test_views_alias_the_buffer_and_not_each_other(case):
     _, _, _, memory, guards, buffer = case
@@ -112,6 +115,7 @@ def test_views_alias_the_buffer_and_not_each_other(case):
     assert all((guard == CANARY).all() for guard in guards)
 
 
+@settings(max_examples=40)
 @given(buffers())
 def test_poison_reaches_every_element_and_nothing_outside(case):
     _, _, _, _, guards, buffer = case
