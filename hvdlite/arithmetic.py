@@ -145,12 +145,14 @@ class Reduction:
         exponent = math.frexp(max(weights))[1]  # only the ratios count: keep away from the ends
         scaled = [math.ldexp(weight, -exponent) for weight in weights]
         used = [rank for rank, weight in enumerate(scaled) if weight]
-        factor = self.prescale * self.postscale / sum(scaled)
-        wide = self
-        if self.dtype.kind in "iu":  # weights are no integers; truncated in the end
-            wide = Reduction(self.op, np.dtype(np.float64), self.num_ranks)
+        factor, total = self.prescale * self.postscale, sum(scaled)
         chosen = [blocks[rank] for rank in used]
-        return wide._wide_steps(chosen, outs, [scaled[rank] for rank in used], factor)
+        chosen_weights = [scaled[rank] for rank in used]
+        if self.dtype.kind not in "iu":
+            return self._wide_steps(chosen, outs, chosen_weights, factor / total)
+        # Weights are no integers.  Divided, not multiplied by 1/total: truncation would show it.
+        wide = Reduction(self.op, np.dtype(np.float64), self.num_ranks)
+        return wide._wide_steps(chosen, outs, chosen_weights, factor, total)
 
     def _fold(self, blocks: Sequence[Array], out: Array) -> list[Step]:
         """Combine in rank order, straight in the operands' own type."""
@@ -176,6 +178,7 @@ class Reduction:
         outs: Sequence[Array],
         before: Sequence[float] | None,
         factor: float,
+        divisor: float = 1.0,
     ) -> list[Step]:
         """Combine in the compute type, through scratch: 16-bit floats, weights, prescaled Min."""
         total, operand = self._scratch_pair(blocks[0].size)
@@ -189,6 +192,8 @@ class Reduction:
                 steps.append(self._combine(total, operand, total))
         if factor != 1.0:
             steps.append(self._scale(total, factor))
+        if divisor != 1.0:
+            steps.append((np.divide, total, np.asarray(divisor, self._real), total))
         return [*steps, _copy(outs[0], total), *_copies(outs)]
 
     def _integer_steps(self, blocks: Sequence[Array], outs: Sequence[Array]) -> list[Step]:

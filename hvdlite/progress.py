@@ -57,6 +57,11 @@ class Progress:
         """Advance this too from now on; saying it twice is harmless."""
         self._active[key] = advance
 
+    def hand_over(self, key: object, advance: Callable[[], bool]) -> None:
+        """Advance it in another way from now on, if it is advanced at all."""
+        if key in self._active:
+            self._active[key] = advance
+
     def remove(self, key: object) -> None:
         """Stop advancing it."""
         self._active.pop(key, None)

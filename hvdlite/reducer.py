@@ -913,9 +913,22 @@ class Reducer:
             self._progress.nudge(self._progress.poll)  # so that the word goes out now
 
     def __del__(self) -> None:
-        """A dropped optimizer is a closed one: a local word, nothing collective."""
-        if getattr(self, "_pid", 0) == os.getpid() and not self._is_closed:
-            self.stream.close(self._base)
+        """A dropped optimizer is a closed one: a local word, nothing collective.
+
+        What it has launched is still served: the peers need this rank's shares of it.
+        """
+        if getattr(self, "_pid", 0) != os.getpid() or self._is_closed:  # or a forked child
+            return
+        stream, progress = self.stream, self._progress
+        stream.close(self._base)
+
+        def serve() -> bool:
+            moved = stream.advance()
+            if stream.finished():
+                progress.remove(stream)
+            return moved
+
+        progress.hand_over(stream, serve)
 
     def disown(self, why: str) -> None:
         """In a forked child: refuse every use, and leave the parent's shared memory alone."""

@@ -455,7 +455,9 @@ def test_streams_of_overlapping_sets_side_by_side(ctx):
         for k in range(5):
             for driver in rng.sample(drivers, len(drivers)):
                 driver.fill(k)
-                driver.run(rng)
+                driver.launch(rng)
+            for driver in rng.sample(drivers, len(drivers)):
+                driver.wait()
                 driver.end()
                 driver.check(k)
     finally:

@@ -1,4 +1,4 @@
-"""Nothing blocks (rule 1): waits of every kind serve every stream, and a signal handler may end them.
+"""Nothing blocks (rule 1): waits serve every stream, and a signal handler may end any of them.
 
 The programs differ from rank to rank in the order of their calls.  A rank that has announced its
 gradients owes the others nothing more, wherever it waits.
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+
 from ranks import assert_all
 from training import Recorder, assert_equal, gradient, mean, process_sets, rotated, total, zeros
 
@@ -119,9 +120,7 @@ def test_a_metric_between_two_gradients_against_one_before_all(hvd):
 )
 def test_step_then_barrier_against_barrier_then_step(hvd, views, options):
     ranks, inner = range(hvd.size()), Recorder()
-    opt = hvd.DistributedOptimizer(
-        inner, zeros("abc"), gradient_as_bucket_view=views, **options
-    )
+    opt = hvd.DistributedOptimizer(inner, zeros("abc"), gradient_as_bucket_view=views, **options)
     for step in range(4):
         announce(hvd, opt, "abc", step)
         in_order_of_rank(hvd, opt.step, hvd.barrier)
@@ -142,7 +141,9 @@ def test_step_then_barrier_against_barrier_then_step_with_groups(hvd, views, wor
         ]
         inner = Recorder()
         opt = hvd.DistributedOptimizer(
-            inner, groups if world_first else groups[::-1], gradient_as_bucket_view=views,
+            inner,
+            groups if world_first else groups[::-1],
+            gradient_as_bucket_view=views,
         )
         parts = [("ab", range(size), 0), ("cd", low, 2), ("ef", high, 4), ("g", [rank], 6)]
         for step in range(4):
@@ -175,7 +176,11 @@ def test_optimizers_stepped_in_another_order_on_every_rank(hvd, views, bcast_per
     inner = [Recorder(p, lr=1.0) for p in params]
     opts = [
         hvd.DistributedOptimizer(
-            i, p, gradient_as_bucket_view=views, bcast_period=bcast_period, first_bucket=0,
+            i,
+            p,
+            gradient_as_bucket_view=views,
+            bcast_period=bcast_period,
+            first_bucket=0,
         )
         for i, p in zip(inner, params, strict=True)
     ]
@@ -235,9 +240,14 @@ def test_named_calls_submitted_and_awaited_in_any_order_over_overlapping_sets(hv
                     data = gradient(k, rank, turn, np.zeros(count))
                     reduction = Reduction(hvd.ReduceOp.SUM, data.dtype, len(ps.ranks))
                     ticket = Ticket(
-                        ps.process_set_id, ps.ranks, f"{turn}.{k}", (("count", count),),
-                        data.view(np.uint8), place=separate,
-                        finish=lambda parts: parts[0].view(np.float64), reduction=reduction,
+                        ps.process_set_id,
+                        ps.ranks,
+                        f"{turn}.{k}",
+                        (("count", count),),
+                        data.view(np.uint8),
+                        place=separate,
+                        finish=lambda parts: parts[0].view(np.float64),
+                        reduction=reduction,
                     )
                     calls.append((k, ps, ticket))
             rng.shuffle(calls)

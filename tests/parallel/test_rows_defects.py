@@ -50,8 +50,11 @@ def test_defect_2_groups_do_not_share_a_readiness_order(hvd):
         assert_equal(inner.last, {n: mean(k[n], ranks, step, shapes[n]) for n in shapes})
 
 
-def test_defect_3_plans_of_groups_and_of_optimizers_do_not_overwrite_each_other(hvd, comm):
+@pytest.mark.parametrize("backend", ["shm", "mpi"], ids="backend={}".format)
+def test_defect_3_plans_of_groups_and_of_optimizers_do_not_overwrite_each_other(hvd, comm, backend):
     """Every group's plan was published under the ranks of its set, the same for all of them."""
+    hvd.shutdown()
+    hvd.init(config={"backend": backend})
     n, rank = hvd.size(), hvd.rank()
     with process_sets(hvd, range(max(n - 1, 1))) as (some,):
         opts, inners = [], []
