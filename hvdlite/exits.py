@@ -242,22 +242,23 @@ class _Swap:
     def __init__(self, module: ModuleType, name: str, handler: Callable[..., Any]) -> None:
         self._module, self._name = module, name
         self._previous: Callable[..., Any] = getattr(module, name)
-        self._is_on = True
+        self._handler: Callable[..., Any] | None = handler
 
         @wraps(self._previous)
         def hook(*args: Any) -> Any:
-            if self._is_on:
-                return handler(self._previous, *args)
+            if self._handler is not None:
+                return self._handler(self._previous, *args)
             return self._previous(*args)
 
-        self._hook = hook
+        self._hook: Callable[..., Any] | None = hook
         setattr(module, name, hook)
 
     def undo(self) -> None:
         """Put the previous function back, unless somebody else has replaced ours since."""
-        self._is_on = False
         if getattr(self._module, self._name) is self._hook:
             setattr(self._module, self._name, self._previous)
+        # No cycle through the hook is left: what the handler holds is freed at once.
+        self._handler = self._hook = None
 
 
 def _exit_code(status: object) -> int:

@@ -23,6 +23,7 @@ from hvdlite.backends.base import Work
 from hvdlite.errors import MismatchError
 from hvdlite.types import Average, Max, Min, Product, Sum
 from interrupts import Alarm, Interrupter
+from launch import SIZE_NAMES
 from reference import DTYPES, OPS, assert_reduced, assert_same, has_meaning, operands, reference
 
 BACKENDS = ["local", "shm", "mpi"]
@@ -496,9 +497,12 @@ def test_a_late_rank_is_missing_on_the_others_and_nobody_is_in_the_end(ctx):
         stream.launch(1, driver.record())
     hvdlite.barrier()  # a wait that drives the stream, too
     if ctx.rank != 0:
+        deadline = time.monotonic() + 20
+        while stream.missing() != [0] and time.monotonic() < deadline:
+            ctx.progress.poll()  # the others' arrivals may be on their way
+        assert stream.missing() == [0]
         assert not stream.finished()
         assert not stream.is_done(0)
-        assert stream.missing() == [0]
     hvdlite.barrier()
     if ctx.rank == 0 and driver.works:
         stream.launch(0)
@@ -782,25 +786,28 @@ def test_buckets_larger_than_a_message(chunk, monkeypatch):
     hvdlite.shutdown()
 
 
-HUGE = 2**30 + 64  # elements; more than 2^31 bytes are shared by two ranks
+HUGE = 2**30 + 64  # elements; two ranks hold more than 2^31 bytes
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize("name", BACKENDS[1:], ids=[f"backend={n}" for n in BACKENDS[1:]])
-def test_more_than_2_30_elements(name):
-    hvdlite.shutdown()
-    ctx = hvdlite.init(config={"backend": name})
-    try:
-        if ctx.size > 2:
-            pytest.skip("once, on two ranks")
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        room = os.statvfs("/dev/shm")
-        free = min(pages / 8e9, room.f_bavail * room.f_frsize / 3e9)
-        if hvdlite.allreduce(free, op=Min) < 1:
-            pytest.skip("8 GB of memory are not free, or 3 GB of /dev/shm")
-        world = tuple(range(ctx.size))
-        driver = Driver(ctx, [Bucket(world, np.uint8, count=HUGE)])
+def backends_for_huge_buckets():
+    """On two ranks, the backends that this machine has the memory for; the same on both."""
+    sizes = [int(os.environ[name]) for name in SIZE_NAMES if name in os.environ]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shared = os.statvfs("/dev/shm")
+    if sizes[:1] != [2] or memory < 8e9:
+        return []
+    return BACKENDS[1:] if shared.f_blocks * shared.f_frsize > 3e9 else ["mpi"]
+
+
+if backends_for_huge_buckets():
+
+    @pytest.mark.mpi(min_size=2)
+    @pytest.mark.timeout(170)
+    @pytest.mark.parametrize("name", backends_for_huge_buckets(), ids="backend={}".format)
+    def test_more_than_2_30_elements(name):
+        hvdlite.shutdown()
+        ctx = hvdlite.init(config={"backend": name})
+        driver = Driver(ctx, [Bucket((0, 1), np.uint8, count=HUGE)])
         marks = np.array([0, 1, 2**29 - 1, 2**29 + 31, 2**29 + 32, 2**30 - 1, 2**30, HUGE - 1])
         where = driver.where[0]
         where.fill(3 + ctx.rank)
@@ -808,8 +815,5 @@ def test_more_than_2_30_elements(name):
         driver.run()
         driver.end()
         np.testing.assert_array_equal(where[marks], np.arange(8) * 3)
-        rest = np.setdiff1d(np.arange(0, HUGE, 9973), marks)
-        assert (where[rest] == 7).all()
         assert (where == 7).sum() == HUGE - 8
-    finally:
         hvdlite.shutdown()
