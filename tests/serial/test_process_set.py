@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import hvdlite
 from hvdlite.errors import NotInitializedError
 from hvdlite.process_set import ProcessSet, global_process_set
 
@@ -81,6 +82,7 @@ def test_a_set_that_is_not_registered_says_what_to_do(question):
 
 
 def test_the_world_has_no_ranks_before_init():
+    hvdlite.shutdown()  # of whatever test came before
     assert repr(global_process_set) == "ProcessSet(the world)"
     assert global_process_set.process_set_id is None
     for question in (
