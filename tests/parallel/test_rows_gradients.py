@@ -113,7 +113,7 @@ def test_a_bad_gradient_is_refused_and_leaves_the_step_usable(hvd, how, name, gr
 def test_a_wrong_name_gets_a_suggestion(hvd):
     opt = hvd.DistributedOptimizer(Recorder(), zeros(["weight", "bias"]))
     with pytest.raises(KeyError, match="did you mean 'weight'"):
-        opt.grad_ready("wieght", np.zeros(3))
+        opt.grad_ready("weigh", np.zeros(3))
     opt.step()
 
 
