@@ -219,9 +219,11 @@ class Matcher:
                     f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
                     "wait for it, or use another name"
                 )
-        if not ticket.serial:
-            self._serial += 1
-            ticket.serial = self._serial
+        if ticket.is_posted or any(other is ticket for other, _ in self._unposted):
+            ticket.is_submitted = True  # a signal handler had broken it off behind the append
+            return ticket
+        self._serial += 1  # numbers must come to the peers in order, so each try has its own
+        ticket.serial = self._serial
         inline = ticket.data.tobytes() if ticket.data.size <= _INLINE_BYTES else None
         post = _Post(ticket.serial, ticket.signature, ticket.data.size, ticket.extra, inline)
         self._unposted.append((ticket, post))  # from here on the call is made

@@ -18,9 +18,11 @@ import pytest
 
 import hvdlite
 from hvdlite import backends
+from hvdlite.arithmetic import Reduction
 from hvdlite.backends import mpi as mpi_backend
-from hvdlite.backends.base import Work
+from hvdlite.backends.base import RankState, Work
 from hvdlite.errors import MismatchError
+from hvdlite.negotiation import Ticket, separate
 from hvdlite.types import Average, Max, Min, Product, Sum
 from interrupts import Alarm, Interrupter
 from launch import SIZE_NAMES
@@ -748,6 +750,154 @@ def test_eager_calls_of_a_set_leave_the_others_alone(ctx):
     finally:
         for process_set in sets:
             hvdlite.remove_process_set(process_set)
+
+
+def test_an_alarm_anywhere_in_the_wait_for_a_call_loses_nothing(ctx):
+    world = tuple(range(ctx.size))
+    num_interrupts = 0
+    for k in range(60):
+        count = 5 if k % 2 else 20_000
+        own = np.arange(count, dtype=np.int64) * (ctx.rank + k)
+        reduction = Reduction(Sum, own.dtype, ctx.size) if k % 4 < 2 else None
+        ticket = Ticket(
+            0,
+            world,
+            "interrupted",
+            (("kind", "test"),),
+            own.view(np.uint8),
+            place=separate,
+            finish=lambda parts: [part.view(np.int64) for part in parts],
+            reduction=reduction,
+        )
+        ctx.matcher.submit(ticket)
+        interrupter = Interrupter(1 + 3 * k + ctx.rank * (k % 7))
+        found = None
+        while found is None:
+            with suppress(Alarm), interrupter:
+                found = ctx.matcher.wait(ticket)
+        num_interrupts += bool(interrupter.where)
+        everybodys = [np.arange(count) * (q + k) for q in world]
+        for part, expected in zip(
+            found, [sum(everybodys)] if reduction else everybodys, strict=True
+        ):
+            np.testing.assert_array_equal(part, expected)
+    assert num_interrupts > 20 or ctx.size == 1
+
+
+# --- messages
+
+
+class Post:
+    """Messages of this test over the Context's `Control`; what else comes goes its own way.
+
+    Args:
+        ctx: The Context.
+    """
+
+    def __init__(self, ctx):
+        self.control, self.matcher = ctx.backend.control, ctx.matcher
+        self.got = []
+
+    def poll(self, on_message=lambda _: None):
+        def deliver(source, header, payload):
+            if header[0] != "test":
+                self.matcher._deliver(source, header, payload)
+                return
+            self.got.append((source, header[1], bytes(payload)))
+            on_message(header[1])
+
+        return self.control.poll(deliver)
+
+    def send(self, to, number, payload):
+        deadline = time.monotonic() + 30
+        while not self.control.post(to, ("test", number), payload):
+            self.poll()
+            assert time.monotonic() < deadline
+
+    def wait_for(self, count, on_message=lambda _: None):
+        deadline = time.monotonic() + 30
+        while len(set(self.got)) < count:
+            self.poll(on_message)
+            assert time.monotonic() < deadline, len(set(self.got))
+
+
+def payload_of(source, number):
+    """Told by source and number alone, of sizes from nothing to the longest."""
+    rng = random.Random(1000 * source + number)
+    return rng.randbytes(rng.choice([0, 1, 7, 500, 3000, 20_000, 100_000]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_arrive_whole_in_order_and_once(ctx, seed):
+    plan = random.Random(seed)  # the same on all ranks: who writes to whom
+    sent = []
+    for number in range(120):
+        source = plan.randrange(ctx.size)
+        to = [q for q in range(ctx.size) if q != source and plan.random() < 0.6]
+        sent.append((source, to, number))
+    post = Post(ctx)
+    assert post.control.max_payload >= 100_000
+    rng = random.Random(ctx.rank)
+    for source, to, number in sent:
+        if source == ctx.rank:
+            post.send(to, number, payload_of(source, number))
+        if rng.random() < 0.2:
+            post.poll()
+    mine = [(source, number) for source, to, number in sent if ctx.rank in to]
+    post.wait_for(len(mine))
+    hvdlite.barrier()
+    post.poll()
+    assert len(post.got) == len(mine)
+    for source in range(ctx.size):
+        got = [(number, data) for q, number, data in post.got if q == source]
+        assert got == [(n, payload_of(q, n)) for q, n in mine if q == source]
+
+
+def test_the_longest_message_arrives_whole(ctx):
+    post = Post(ctx)
+    others = [q for q in range(ctx.size) if q != ctx.rank]
+    data = random.Random(ctx.rank).randbytes(post.control.max_payload)
+    for number in range(3):
+        post.send(others, number, memoryview(data))
+    post.wait_for(3 * len(others))
+    for source, _, found in post.got:
+        assert found == random.Random(source).randbytes(post.control.max_payload)
+    deadline = time.monotonic() + 30
+    while not post.control.flushed(others) and time.monotonic() < deadline:
+        post.poll()
+    assert post.control.flushed(others)
+    hvdlite.barrier()
+
+
+def test_messages_whose_handler_raised_come_again_and_in_order(ctx):
+    others = [q for q in range(ctx.size) if q != ctx.rank]
+    post = Post(ctx)
+    for number in range(20):
+        post.send(others, number, bytes([number]))
+    raised = []
+
+    def on_message(number):
+        if number % 5 == 3 and raised.count(number) < 2:
+            raised.append(number)
+            raise Alarm
+
+    deadline = time.monotonic() + 30
+    while len(set(post.got)) < 20 * len(others) and time.monotonic() < deadline:
+        with suppress(Alarm):
+            post.poll(on_message)
+    for source in others:
+        got = [number for q, number, _ in post.got if q == source]
+        assert list(dict.fromkeys(got)) == list(range(20))
+    assert len(raised) == (8 if others else 0)
+    hvdlite.barrier()
+
+
+def test_everybody_is_alive(ctx):
+    control = ctx.backend.control
+    hvdlite.barrier()
+    control.check_alive(range(ctx.size))
+    assert [control.state(q) for q in range(ctx.size)] == [(RankState.ALIVE, "")] * ctx.size
+    hvdlite.barrier()
 
 
 # --- settings, and sizes

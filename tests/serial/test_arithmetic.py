@@ -174,6 +174,12 @@ def test_fractional_factors_scale_integers_in_float64_and_truncate():
     assert both(Sum, "int32", 2**30, 0, postscale=0.25) == 2**28
 
 
+def test_a_whole_factor_that_the_type_cannot_hold_is_no_error():
+    assert both(Max, "int8", 0, 0, postscale=300.0) == 0
+    assert both(Sum, "uint8", 0, 0, prescale=-1.0) == 0
+    assert both(Sum, "int8", 1, 0, prescale=200.0, postscale=0.5) in (100, -28)  # 200 wraps or not
+
+
 def test_whole_factors_scale_64_bit_integers_exactly():
     assert both(Sum, "int64", 2**60 + 1, 0, prescale=3.0) == 3 * (2**60 + 1)
     assert both(Max, "int64", 2**60 + 1, 0, postscale=-2.0) == -2 * (2**60 + 1)

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -478,6 +479,25 @@ def test_a_call_that_an_alarm_broke_off_at_any_point_can_be_made_again(nbytes):
         assert_right(made[0], matchers[1])
 
     assert at_every_point(scenario, Alarm, "negotiation.py", "progress.py") > 100
+
+
+def test_a_call_whose_submission_an_alarm_broke_off_can_be_submitted_after_another():
+    def scenario(interrupter):
+        matchers = Network(2).matchers()
+        first, second = (gather(name, (0, 1), 0, 8) for name in ("first", "second"))
+        with suppress(Alarm), interrupter:
+            matchers[0].submit(first)
+        matchers[0].submit(second)
+        matchers[0].submit(first)  # says nothing new, if the first time did
+        others = [matchers[1].submit(gather(t.name, (0, 1), 1, 8)) for t in (first, second)]
+        drive(matchers, [first, second, *others])
+        for ticket in (first, second):
+            assert_right(ticket, matchers[0])
+        for ticket in others:
+            assert_right(ticket, matchers[1])
+        assert_nothing_is_left(matchers)
+
+    assert at_every_point(scenario, Alarm, "negotiation.py") > 10
 
 
 def test_a_call_made_while_this_rank_waits_is_refused_before_anything_is_sent():
