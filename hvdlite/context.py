@@ -260,6 +260,8 @@ class Context:
     def close(self) -> None:
         """Give everything back; waits for nobody."""
         self.exits.remove()
+        if self.mpi is None or not self.mpi.Is_finalized():
+            self.backend.control.announce(RankState.LEFT)  # first: the optimizers go with it
         for reducer in list(self._reducers):
             reducer.close("hvdlite.shutdown() was called")
         for process_set in self.process_sets.values():

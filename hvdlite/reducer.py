@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite import log
-from hvdlite.backends.base import Stream, Work
+from hvdlite.backends.base import RankState, Stream, Work
 from hvdlite.bucket import Plan, TensorSpec, merge_orders, native, plan_buckets
 from hvdlite.errors import (
     ConfigError,
@@ -674,7 +674,10 @@ class Reducer:
         self._checksums = {}
 
     def _check_peers(self) -> None:
+        # A rank that has left altogether is the loop's to name, after its grace.
+        state = self._progress.control.state
         closed = set(self.stream.closed_ranks()) & set(self.stream.missing())
+        closed = {q for q in closed if state(q)[0] < RankState.LEFT}
         if closed:
             raise RankFailedError(
                 f"step {self._step} of an optimizer: ranks {sorted(closed)} have closed or dropped "

@@ -113,7 +113,7 @@ class NetworkControl:
 
     def state(self, rank: int) -> tuple[RankState, str]:
         """See `Control.state`."""
-        return self.states[rank]
+        return self.states[rank] if rank < len(self.states) else (RankState.ALIVE, "")
 
     def check_alive(self, ranks: Sequence[int]) -> None:
         """See `Control.check_alive`."""
