@@ -239,6 +239,20 @@ def test_a_record_that_cannot_ride_follows_the_last_bucket():
     assert stream.log[3:] == []
 
 
+def test_a_record_rides_only_when_nothing_can_come_any_more():
+    world, reducer, stream = alone({"local": Param((16,), ranks=None), "a": (16,)})
+    for _ in range(2):
+        stream.log.clear()
+        world.announce(0, "a")  # full, but "local" may still come, or not: the record says which
+        assert not any("launch" in line for line in stream.log)
+        world.announce(0, ["local"])
+        assert stream.log[-1] == "launch 1 with record"
+        assert sorted(reducer.synchronize()) == ["a", "local"]
+        reducer.finish()
+    world.announce(0, "a")
+    assert sorted(reducer.synchronize()) == ["a"]
+
+
 def test_a_rank_without_buckets_sends_its_record_all_the_same():
     world = World({"a": Param((4,), ranks=(0, 1))}, size=3)
     assert world.streams[2].log == ["grow [64, 64, 0]", "program [] of 1"]
@@ -479,12 +493,13 @@ def test_announcing_once_too_often_is_an_error_at_once():
 
 def test_between_synchronize_and_step_no_gradient_may_come():
     world, reducer, _ = alone(SIX)
-    world.announce(0, SIX)
-    reducer.synchronize()
-    with pytest.raises(RuntimeError, match="already synchronized"):
-        world.announce(0, "a")
-    reducer.finish()
-    world.announce(0, "a")
+    for _ in range(3):  # the slow path, and the fast one
+        world.announce(0, "bcdef")
+        reducer.synchronize()
+        for name in "ab":  # one that came, and one that did not
+            with pytest.raises(RuntimeError, match="already synchronized"):
+                world.announce(0, name)
+        reducer.finish()
 
 
 # --- passes
