@@ -141,7 +141,7 @@ OPTIMIZERS = {
     "none": ((Recorder(), {}), {}, MISMATCH),
     "strided": ((Recorder(), params() | {"a": np.zeros(6)[::2]}), {}, ValueError),
     "name no str": ((Recorder(), {1: np.zeros(3)}), {}, TypeError),
-    "group without params": ((Recorder(), [{"parms": params()}]), {}, TypeError),
+    "group without params": ((Recorder(), [{"parameters": params()}]), {}, TypeError),
     "group no mapping": ((Recorder(), [{"params": params()}, 17]), {}, TypeError),
     "local group": ((Recorder(), [{"params": params(), "process_set": None}]), {}, MISMATCH),
     "group of a text": ((Recorder(), [{"params": params(), "process_set": "all"}]), {}, TypeError),
@@ -228,7 +228,7 @@ SETS = {
     "None": (None, TypeError),
     "int": (5, TypeError),
     "other": ([1], MISMATCH),
-    "failing": ((pair[0] for pair in Failing()), TypeError),
+    "failing": (Failing(), LookupError),
 }
 
 
