@@ -335,26 +335,6 @@ def test_interrupting_the_launcher_ends_the_job(job):
     ended.assert_within(3)
 
 
-@pytest.mark.parametrize("end", ["sys.exit(5)", "raise LookupError('no config')"])
-def test_a_rank_that_ends_before_init_ends_the_job(job, library, end):
-    if "Open MPI" not in library:
-        pytest.skip("MPICH's launcher waits for a rank that exits without having started MPI")
-    ended = job(
-        2,
-        f"""
-        if launched == 1:
-            fault()
-            {end}
-        hvd.init()
-        """,
-        prelude=BEFORE_INIT,
-    )
-    assert not ended.result.timed_out, ended.text
-    assert ended.result.returncode != 0, ended.text
-    ended.assert_within(3)
-    assert "LookupError: no config" in ended.result.stderr or "exit" in end, ended.text
-
-
 def test_a_setting_that_one_rank_misspells_ends_the_job_with_advice(job):
     ended = job(
         3,
