@@ -26,7 +26,9 @@ _PACKAGE = str(Path(hvdlite.__file__).parent)
 _CALLS = frozenset(
     number
     for name, number in dis.opmap.items()
-    if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME")) and "NO_INTERRUPT" not in name
+    if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
+    and not name.endswith("NO_INTERRUPT")
+    and "INTRINSIC" not in name
 )
 
 
@@ -45,14 +47,18 @@ class Interrupter:
         target: Which point, counted from 1 over all uses of this object; 0: only count.
         error: What is raised.
         only: Files to look at, e.g. "negotiation.py"; none: all of hvdlite.
+        distinct: Count a place in the code once, however often it is passed.
 
     Attributes:
         seen: Points that have passed.
         where: Where it was raised; "" if it was not.
     """
 
-    def __init__(self, target: int, error: type[BaseException] = Alarm, *only: str) -> None:
+    def __init__(
+        self, target: int, error: type[BaseException] = Alarm, *only: str, distinct: bool = False
+    ) -> None:
         self.target, self.error, self.only = target, error, only
+        self._places: set[tuple[CodeType, int]] | None = set() if distinct else None
         self.seen = 0
         self.where = ""
         self._of: dict[CodeType, bool] = {}
@@ -91,7 +97,7 @@ class Interrupter:
         def trace(frame: FrameType, event: str, _arg: object) -> Any:
             nonlocal last
             if event == "opcode":
-                if last in _CALLS:
+                if last in _CALLS and self._is_new(code, frame.f_lasti):
                     self.seen += 1
                     if self.seen == self.target:
                         self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
@@ -102,6 +108,14 @@ class Interrupter:
             return trace
 
         return trace
+
+    def _is_new(self, code: CodeType, offset: int) -> bool:
+        if self._places is None:
+            return True
+        if (code, offset) in self._places:
+            return False
+        self._places.add((code, offset))
+        return True
 
 
 def at_every_point(

@@ -400,7 +400,7 @@ def test_plan_with_threshold_of_128_bytes():
 
 
 def test_plan_of_60_gradients_of_3_mib():
-    # SEED.md R4: the seed made 8 single packs and 13 of 12 MiB, beyond its threshold of 10 MiB.
+    # Row R4: the seed made 8 single packs and 13 of 12 MiB, beyond its threshold of 10 MiB.
     names = [f"{k:02d}" for k in range(60)]
     specs = [spec(name, (3 * MIB // 4,)) for name in names]
     order = merge_orders(specs, {})  # backward: the last layer first

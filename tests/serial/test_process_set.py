@@ -15,7 +15,7 @@ def registered(ranks, world_rank, set_id=3):
 
 
 def test_permutations_are_the_same_set():
-    # SEED.md R16
+    # Row R16
     made = ProcessSet([2, 0])
     assert made.ranks == (0, 2)
     assert made == ProcessSet((0, 2))
@@ -49,7 +49,7 @@ def test_what_is_no_int_is_a_type_error(ranks):
 
 
 def test_rank_is_the_position_in_the_sorted_list():
-    # SEED.md R16
+    # Row R16
     assert [registered([5, 0, 3], r).rank() for r in (0, 3, 5)] == [0, 1, 2]
     made = registered([5, 0, 3], 3)
     assert made.size() == 3
