@@ -11,7 +11,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from hvdlite.errors import (
     ShutDownError,
 )
 from hvdlite.exits import Exits
-from hvdlite.negotiation import Matcher, check_contents, check_words
+from hvdlite.negotiation import Matcher, check_contents, check_words, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.progress import Progress
 from hvdlite.reducer import Reducer
@@ -102,7 +102,7 @@ class Context:
         """All ranks are here: go on together, or raise together."""
         config = self.config
         own = {"backend": config.backend, "eager_arena": str(config.eager_arena), **content}
-        word = None if error is None else f"{type(error).__name__}: {error}"
+        word = word_of(error)
         said = self._comms.main.allgather((word, own)) if self._comms else [(word, own)]
         if error is not None:
             raise error
@@ -115,7 +115,7 @@ class Context:
         if comms is None:
             return LocalBackend()
         blocks = self.config.block_elements
-        control = MpiControl(comms.control, self.topology.pids, comms.generation)
+        control = MpiControl(comms.control, self.topology.pids, comms.generation, comms.unfinished)
         fallback = MpiBackend(control, comms.data, blocks)
         if asked == "mpi":
             return fallback
@@ -260,7 +260,8 @@ class Context:
     def close(self) -> None:
         """Give everything back; waits for nobody."""
         self.exits.remove()
-        if self.mpi is None or not self.mpi.Is_finalized():
+        can_talk = self.mpi is None or not self.mpi.Is_finalized()
+        if can_talk:
             self.backend.control.announce(RankState.LEFT)  # first: the optimizers go with it
         for reducer in list(self._reducers):
             reducer.close("hvdlite.shutdown() was called")
@@ -269,7 +270,7 @@ class Context:
             process_set.bind(None, -1, None if is_world else process_set.ranks)
         self.process_sets.clear()
         self.progress.clear()
-        if self.mpi is None or not self.mpi.Is_finalized():
+        if can_talk:
             self.backend.close()
             if self._mpi_fallback is not None:
                 self._mpi_fallback.close()
@@ -312,6 +313,7 @@ class _Comms:
     control: Any
     data: Any
     generation: int = 0  # Contexts that have used them before
+    unfinished: list[Any] = field(default_factory=list)  # sends of theirs that MPI still reads
 
 
 def _lease(mpi: Any, comm: Any) -> _Comms:

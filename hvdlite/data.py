@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdlite.context import current
 from hvdlite.errors import MismatchError
-from hvdlite.negotiation import check_words
+from hvdlite.negotiation import check_words, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.types import Array
 
@@ -94,8 +94,7 @@ def average_metrics(
         own = _real_numbers(metrics)
     except Exception as exc:
         error = exc  # raised below, once all ranks know
-    word = None if error is None else f"{type(error).__name__}: {error}"
-    said = context.matcher.exchange(set_id, ranks, "average_metrics", (word, own))
+    said = context.matcher.exchange(set_id, ranks, "average_metrics", (word_of(error), own))
     if error is not None:
         raise error
     check_words("average_metrics", ranks, [text for text, _ in said])

@@ -140,7 +140,7 @@ class Ticket:
     is_posted: bool = False
     is_finished: bool = False
     posts: dict[int, _Post] = field(default_factory=dict)
-    transfer: "_Transfer | None" = None
+    transfer: _Transfer | None = None
     is_moving: bool = False
 
     @property
@@ -530,15 +530,23 @@ class Matcher:
             HorovodInternalError: Another rank handed one in; quoted.
             MismatchError: The contents differ; names items, ranks and descriptions.
         """
+        if len(ranks) == 1:
+            if error is not None:
+                raise error
+            return
         items = sorted(content.items())
         digest = hashlib.sha256(repr(items).encode()).hexdigest()
-        word = None if error is None else f"{type(error).__name__}: {error}"
-        said = self.exchange(set_id, ranks, what, (word, digest))
+        said = self.exchange(set_id, ranks, what, (word_of(error), digest))
         if error is not None:
             raise error
         check_words(what, ranks, [text for text, _ in said])
         if len({d for _, d in said}) > 1:
             check_contents(what, ranks, self.exchange(set_id, ranks, what, items))
+
+
+def word_of(error: Exception | None) -> str | None:
+    """An error of this rank as the others are told it; None: there is none."""
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def check_words(what: str, ranks: Sequence[int], words: Sequence[str | None]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hvdlite.bucket import native
 from hvdlite.collectives import call_name, check_root
 from hvdlite.context import Context, current
-from hvdlite.negotiation import Ticket, check_contents, check_words, separate
+from hvdlite.negotiation import Ticket, check_contents, check_words, separate, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.types import Array
 
@@ -93,7 +93,7 @@ def _exchange(
             data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         except Exception as exc:
             error = exc  # whatever __reduce__ raises; raised below, once all ranks know
-    word = None if error is None else f"{type(error).__name__}: {error}"[:200]
+    word = word_of(error)
     said: list[tuple[str | None, int]] = []
 
     def place(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
@@ -108,7 +108,7 @@ def _exchange(
         np.frombuffer(data, np.uint8),
         place=place,
         finish=lambda parts: parts,
-        extra=(word, root),
+        extra=(word and word[:200], root),
     )
     parts = context.matcher.call(ticket)
     if error is not None:

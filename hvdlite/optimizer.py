@@ -19,7 +19,7 @@ from hvdlite.collectives import Compression, check_compression, check_op
 from hvdlite.context import Context, current
 from hvdlite.errors import BackendUnavailableError, ConfigError
 from hvdlite.fusion import GradientViews
-from hvdlite.negotiation import check_words
+from hvdlite.negotiation import check_words, word_of
 from hvdlite.objects import ParameterBroadcast, check_writable, describe_arrays, named_arrays
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.reducer import Reducer, ReducerOptions
@@ -108,9 +108,8 @@ class DistributedOptimizer:
     _reducer: Reducer
     _groups: list[_Group]
     _bcast_period: int
-    _num_steps: int
     _skips_synchronize: bool
-    _is_stepping: bool
+    _synchronized: int | None  # number of the step that the caller has synchronized
     _has_warned: bool
     _broadcast: "_Broadcast | None"  # of the step that is under way
     _stream_id: int
@@ -201,16 +200,13 @@ class DistributedOptimizer:
             }
         except Exception as exc:
             error = exc
-        if len(ranks) > 1:
-            context.matcher.agree(set_id, ranks, _WHAT, error, content)
-        elif error is not None:
-            raise error
+        context.matcher.agree(set_id, ranks, _WHAT, error, content)
         self._wrapped, self._apply = optimizer, apply
         self._context, self._groups = context, groups
         self._set_id, self._ranks = set_id, ranks
-        self._bcast_period, self._num_steps = bcast_period, 0
-        self._skips_synchronize = self._is_stepping = self._has_warned = False
-        self._broadcast = None
+        self._bcast_period = bcast_period
+        self._skips_synchronize = self._has_warned = False
+        self._broadcast = self._synchronized = None
         is_lowest = context.rank == ranks[0]
         order, stream_id = self._from_lowest(
             ([s.name for s in specs], context.new_stream_id() if is_lowest else 0)
@@ -258,7 +254,7 @@ class DistributedOptimizer:
         again from `synchronize()` on, reduced.
         """
         if not self._reducer.options.views:
-            raise AttributeError("opt.grads exists only with gradient_as_bucket_view=True")
+            raise AttributeError("grads")  # Python goes on to __getattr__, which says why
         reducer = self._reducer
         return GradientViews(lambda: reducer.views)
 
@@ -276,7 +272,9 @@ class DistributedOptimizer:
             RankFailedError: A rank died or left.
             RuntimeError: Inside `no_sync()`.
         """
-        return self._reducer.synchronize()
+        reduced = self._reducer.synchronize()
+        self._synchronized = self._reducer.step_number
+        return reduced
 
     def step(self, grads: Mapping[str, Any] | None = None, *, weight: float | None = None) -> Any:
         """Reduce what is left, and run the wrapped optimizer once.
@@ -297,39 +295,28 @@ class DistributedOptimizer:
         if self._skips_synchronize:
             if not reducer.is_synchronized:
                 raise RuntimeError("skip_synchronize(): call opt.synchronize() before this step()")
-        elif reducer.is_synchronized and not self._is_stepping:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    "step() after synchronize() applies the synchronized gradients; nothing is "
-                    "reduced again. Write `with opt.skip_synchronize(): opt.step()`",
-                    stacklevel=2,
-                )
-        else:
+        elif not reducer.is_synchronized:
             reducer.check_can_step()
+        elif self._synchronized == reducer.step_number and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "step() after synchronize() applies the synchronized gradients; nothing is "
+                "reduced again. Write `with opt.skip_synchronize(): opt.step()`",
+                stacklevel=2,
+            )
         if grads is not None or weight is not None:
             reducer.submit({} if grads is None else grads, weight)
-        self._is_stepping = True  # a wait broken off by a signal handler leaves it so: go on then
-        try:
-            reduced = reducer.synchronize()
-        except BaseException:
-            self._is_stepping = not reducer.is_idle  # idle: the step was dropped
-            raise
+        reducer.synchronize()
         if self._broadcast is not None:
             try:
                 self._broadcast.run()
             except BaseException:
                 if self._broadcast.has_failed:  # on all ranks: the step is dropped
-                    self._broadcast, self._is_stepping = None, False
+                    self._broadcast = None
                     reducer.drop_step()
                 raise
-        try:
-            return self._return(self._apply(reduced))
-        finally:
-            self._num_steps += 1
-            self._is_stepping = False
             self._broadcast = None
-            reducer.finish()
+        return self._return(reducer.apply(self._apply))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -371,7 +358,7 @@ class DistributedOptimizer:
         So a rank that steps two optimizers in another order than the root finds its part done.
         """
         period = self._bcast_period
-        if period > 0 and (self._num_steps + 1) % period == 0 and self._broadcast is None:
+        if period > 0 and (self._reducer.num_steps + 1) % period == 0 and self._broadcast is None:
             self._broadcast = _Broadcast(
                 self._context,
                 self._set_id,
@@ -410,10 +397,7 @@ class DistributedOptimizer:
             )
         except Exception as exc:
             error = exc
-        if len(self._ranks) > 1:
-            context.matcher.agree(self._set_id, self._ranks, "add_param_group", error, content)
-        elif error is not None:
-            raise error
+        context.matcher.agree(self._set_id, self._ranks, "add_param_group", error, content)
         order = self._from_lowest([spec.name for spec in specs])
         reducer.add(_in_order(specs, order), dtypes)
         self._groups += new
@@ -431,7 +415,7 @@ class DistributedOptimizer:
 
         Never part of `state_dict()`, which is the wrapped optimizer's alone.
         """
-        return {"num_steps": self._num_steps, "plan": self.plan.to_dict()}
+        return {"num_steps": self._reducer.num_steps, "plan": self.plan.to_dict()}
 
     def load_comm_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `comm_state()`; a plan for other ranks or parameters is made anew.
@@ -450,7 +434,7 @@ class DistributedOptimizer:
             self._reducer.use(plan)
         except ConfigError as exc:
             log.logger.info("load_comm_state: the plan is made anew (%s)", exc)
-        self._num_steps = num_steps
+        self._reducer.num_steps = num_steps
 
     def close(self) -> None:
         """Give up communicating; local, waits for nobody.  The memory goes with its views."""
@@ -540,9 +524,8 @@ class _Broadcast:
                     )
         except Exception as exc:  # raised once all ranks know
             self._error = exc
-        word = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
         self._agreement = context.matcher.object_ticket(
-            set_id, ranks, "broadcast", word, f"broadcast.{name}"
+            set_id, ranks, "broadcast", word_of(self._error), f"broadcast.{name}"
         )
 
     def announce(self) -> None:

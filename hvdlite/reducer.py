@@ -17,8 +17,9 @@ not inside no_sync) is a closure over two dicts: `open_`, which holds the slots 
 a call can be out of the ordinary and nothing otherwise, and `touched`, the names that have come in
 this step.  Everything else takes `_announce`, which may be slow and clear.
 
-[Note: broken-off waits]  A signal handler may raise out of `synchronize()`.  Nothing is lost: each
-stage bears being run again, and the next `synchronize()` or `step()` goes on where it stopped.
+[Note: broken-off waits]  A signal handler may raise out of any of this.  Nothing is lost: a gradient
+is stored and counted in one go or not at all, each stage of `synchronize()` bears being run again,
+and the next `synchronize()` or `step()` goes on where it stopped, unless the step was applied.
 """
 
 import math
@@ -31,11 +32,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite import log
+from hvdlite.arithmetic import Step, run
 from hvdlite.backends.base import RankState, Stream, Work
 from hvdlite.bucket import Plan, TensorSpec, merge_orders, native, plan_buckets
 from hvdlite.errors import (
@@ -174,6 +177,7 @@ class Reducer:
         self._specs: list[TensorSpec] = []
         self._dtypes: dict[str, np.dtype[Any]] = {}
         self._phase = _Phase.IDLE
+        self.num_steps = 0  # that were applied
         self._step = 0
         self._base = 0  # of the step's positions, see `Stream.begin`
         self._weight = 1.0
@@ -391,29 +395,32 @@ class Reducer:
         if self._phase is _Phase.IDLE:
             self._begin(1.0 if weight is None else float(weight), weight is not None)
             slot = self._slots[name]  # a new plan may have moved it
-        announced = self._announced
-        is_later_pass = name in self._touched
-        is_array = isinstance(source, np.ndarray)
-        self._touched[name] = weakref.ref(source) if is_array else None
-        count = announced.counts.setdefault(name, 0)
+        announced, touched, view = self._announced, self._touched, slot.view
+        is_later_pass = name in touched
+        is_counted = source is not None and not self._in_no_sync
+        count = announced.counts.get(name, 0) + is_counted
+        is_last = source is None or count == self.options.passes
+        steps: list[Step] = []
         if source is None:
             if not is_later_pass:
-                announced.nones.add(name)
-                slot.view.fill(0)
-            announced.closed.add(name)
-            self._complete(slot)
-            return
-        self._store(slot, source, is_later_pass)
-        if self._in_no_sync:
-            return
-        announced.counts[name] = count = count + 1
-        if self._is_recording and not by_step and name in self._decides:
+                steps += [(view.fill, 0), (announced.nones.add, name)]
+        elif source is not ABSENT:
+            if is_later_pass:
+                add = partial(np.add, view, np.asarray(source), out=view, casting="unsafe")
+                steps.append((add,))
+            else:
+                steps.append((view.__setitem__, ..., source))
+        word = weakref.ref(source) if isinstance(source, np.ndarray) else None
+        steps += [(touched.__setitem__, name, word), (announced.counts.__setitem__, name, count)]
+        if is_last:
+            steps.append((announced.closed.add, name))
+        run(steps)  # an alarm finds all of it done or nothing: no gradient is lost or added twice
+        if is_counted and self._is_recording and not by_step and name in self._decides:
             self._recorded.pop(name, None)
             self._recorded[name] = None
-        if count == self.options.passes:
-            announced.closed.add(name)
-            if self.options.check_views:  # from here on the slot is the library's
-                self._checksums[name] = zlib.crc32(_bytes_of(slot.view))
+        if is_last:
+            if source is not None and self.options.check_views:  # the slot is the library's now
+                self._checksums[name] = zlib.crc32(_bytes_of(view))
             self._complete(slot)
 
     def _check_name(self, name: str) -> _Slot:
@@ -481,13 +488,6 @@ class Reducer:
                 f"weight={weight!r}: the weight of a step goes with its first gradient; this step "
                 f"has {self._weight:g} already"
             )
-
-    def _store(self, slot: _Slot, source: Any, is_later_pass: bool) -> None:
-        if source is not ABSENT:
-            if is_later_pass:
-                np.add(slot.view, source, out=slot.view, casting="unsafe")
-            else:
-                np.copyto(slot.view, source)
 
     def _begin(self, weight: float, weight_given: bool = False) -> None:
         """Open a step: everything this rank had is forgotten, the slots are its own to fill."""
@@ -684,7 +684,7 @@ class Reducer:
                 "theirs"
             )
 
-    def _read_records(self) -> list["_Record"]:
+    def _read_records(self) -> list[_Record]:
         records = []
         for raw in self.stream.records():
             flags, step, digest, weight, order_nbytes = _RECORD.unpack_from(raw)
@@ -838,11 +838,19 @@ class Reducer:
                 "give each gradient once"
             )
 
-    def finish(self) -> None:
-        """The wrapped optimizer has run: the step is over."""
-        self._phase = _Phase.IDLE
-        self._result = None
-        self._progress.counters.steps += 1
+    def apply(self, function: Callable[[dict[str, Array]], Any]) -> Any:
+        """Run the wrapped optimizer on the reduced gradients; that ends the step, or its error."""
+        reduced = self.synchronize()
+        idle, counters = _Phase.IDLE, self._progress.counters
+        try:
+            return function(reduced)
+        finally:
+            # Plain stores, no call between them: no signal handler sees a step half over, so none
+            # is applied twice.
+            self._phase = idle
+            self._result = None
+            self.num_steps += 1
+            counters.steps += 1
 
     def drop_step(self) -> None:
         """Forget a synchronized step that is not to be applied."""
@@ -865,11 +873,6 @@ class Reducer:
     def num_regions(self) -> int:
         """How often memory was laid out."""
         return len(self.stream.buffers)
-
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """What the parameter was at construction."""
-        spec = self._by_name[name]
-        return spec.shape, self._dtypes[spec.dtype]
 
     def use(self, plan: Plan) -> None:
         """Use this plan from the next step on; all ranks say so.

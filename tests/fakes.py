@@ -74,7 +74,7 @@ class NetworkControl:
 
     def __init__(self, network: Network, rank: int, size: int, max_payload: int) -> None:
         self.rank, self.size = rank, size
-        self.max_payload = self.small_payload = max_payload
+        self.max_payload = max_payload
         self.states = [(RankState.ALIVE, "")] * size
         self._network = network
 

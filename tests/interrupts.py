@@ -91,18 +91,25 @@ class Interrupter:
         if not self._of[code]:
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        words = code.co_code
+        words, handlers = code.co_code, dis.Bytecode(code).exception_entries
         last = -1
+
+        def is_handled_alike(offset: int, other: int) -> bool:
+            return all((h.start <= offset < h.end) == (h.start <= other < h.end) for h in handlers)
 
         def trace(frame: FrameType, event: str, _arg: object) -> Any:
             nonlocal last
             if event == "opcode":
-                if last in _CALLS and self._is_new(code, frame.f_lasti):
+                # The handler runs at the end of the call, we raise before what follows it: where
+                # `return f()` leaves a `try` that is outside, and no such point.
+                is_point = last >= 0 and words[last] in _CALLS
+                is_point = is_point and is_handled_alike(last, frame.f_lasti)
+                if is_point and self._is_new(code, frame.f_lasti):
                     self.seen += 1
                     if self.seen == self.target:
                         self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
                         raise self.error
-                last = words[frame.f_lasti]
+                last = frame.f_lasti
             elif event == "exception":
                 last = -1  # a call that raised is no place where a handler runs
             return trace

@@ -7,7 +7,7 @@ be done now and return, and whoever waits calls them from the one loop in `progr
 
 Writing one:
  1. Subclass nothing; provide the attributes and methods of `Backend`, `Control` and `Stream`.
- 2. Never block, except in `open_stream()` where all ranks of the stream have arrived.
+ 2. Never block, except in `open_stream()` and `grow()`, where all ranks of the stream arrive.
  3. Every state change must survive an exception raised by a signal handler between any two byte
     codes: derive what was done from memory that one C call writes, and let the same call again
     do nothing.
@@ -48,8 +48,6 @@ class Control(Protocol):
     size: int
     max_payload: int
     """Bytes one message can carry beside its header."""
-    small_payload: int
-    """Up to this size a message is cheap; the header (below 1 KiB) is not counted."""
 
     def post(self, to: Sequence[int], header: Header, payload: "memoryview | bytes" = b"") -> bool:
         """Send to some ranks (not to this one); False when there is no room now: try again.

@@ -12,7 +12,7 @@ class LocalControl:
     """`Control` of a world of one: there is nobody to write to."""
 
     rank, size = 0, 1
-    max_payload = small_payload = 1 << 20
+    max_payload = 1 << 20
 
     def post(self, to: Sequence[int], header: Header, payload: memoryview | bytes = b"") -> bool:
         """See `Control.post`; `to` is always empty here."""

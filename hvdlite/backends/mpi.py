@@ -44,9 +44,6 @@ _NUM_TAG_NUMBERS = 4096  # of streams alive at a time; with 9 bits for the rest 
 _WINDOW = 2  # buckets exchanged at the same time
 
 
-_UNFINISHED: list[Any] = []  # sends still under way when their Context closed: MPI reads them yet
-
-
 class MpiControl:
     """`Control` over MPI messages.
 
@@ -58,18 +55,24 @@ class MpiControl:
         pids: Process id of every rank, 0 where it cannot be seen from here.
         generation: Tells this use of the communicator from earlier ones, whose last words may still
             be under way: a rank that leaves waits for nobody.
+        unfinished: Takes the sends that are under way at the end; lives as long as `comm`.
     """
 
     max_payload = _MAX_PAYLOAD
-    small_payload = 16 * 1024
 
-    def __init__(self, comm: "MPI.Intracomm", pids: Sequence[int], generation: int = 0) -> None:
+    def __init__(
+        self,
+        comm: "MPI.Intracomm",
+        pids: Sequence[int],
+        generation: int,
+        unfinished: list[Any],
+    ) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.streams: WeakValueDictionary[int, MpiStream] = WeakValueDictionary()
         self._pids = list(pids)
         self._states: dict[int, tuple[RankState, str]] = {}
         self._serial = 0
-        self._generation = generation
+        self._generation, self._unfinished = generation, unfinished
         self._is_closed = False
         self._later: deque[tuple[list[int], Header]] = deque()  # words of streams that were dropped
         self._sends: dict[int, list[Any]] = {r: [] for r in range(self.size)}
@@ -86,7 +89,7 @@ class MpiControl:
         """See `Control.post`."""
         if self._is_closed:
             return True
-        to = [r for r in to if self._states.get(r, (RankState.ALIVE, ""))[0] < RankState.LEFT]
+        to = [r for r in to if self.state(r)[0] < RankState.LEFT]
         for r in to:
             if len(self._sends[r]) >= _MAX_OUTSTANDING:
                 self._sends[r] = [request for request in self._sends[r] if not request.Test()]
@@ -167,7 +170,7 @@ class MpiControl:
                 receive.Wait()
             receive.Free()
         for requests in self._sends.values():
-            _UNFINISHED.extend(request for request in requests if not request.Test())
+            self._unfinished.extend(request for request in requests if not request.Test())
 
 
 class MpiStream:
@@ -192,7 +195,6 @@ class MpiStream:
         self._others = [q for q in ranks if q != control.rank]
         self._works: list[_Exchange] = []
         self._scratch: list[Array] = []
-        self._num_positions = 0
         self._base = self._next = self._launched = 0
         self._unsent: dict[tuple[str, int], tuple[Sequence[int], Header, bytes]] = {}
         self._arrived = dict.fromkeys(ranks, 0)
@@ -222,7 +224,6 @@ class MpiStream:
         """See `Stream.program`."""
         me, blocks = self._control.rank, self._block_elements
         self._works = [_Exchange(work, me, self.buffers[work.region], blocks) for work in works]
-        self._num_positions = num_positions
         longest = max((work.scratch_nbytes for work in self._works), default=0)
         self._scratch = [aligned_zeros(longest) for _ in range(min(_WINDOW, len(works)))]
 

@@ -84,7 +84,6 @@ class ControlPage:
     ) -> None:
         self.rank, self.size = rank, size
         self.max_payload = _LARGE_BYTES - _HEADER_BYTES
-        self.small_payload = _SMALL_BYTES - _HEADER_BYTES
         num_large = max(4, (arena_bytes - _NUM_SMALL * _SMALL_BYTES) // _LARGE_BYTES)
         self._num_entries = _NUM_SMALL + num_large
         self._log = _SEEN + -(-size // _LINE) * _LINE

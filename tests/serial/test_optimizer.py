@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
+from interrupts import Alarm, at_every_point
 from launch import job_environment
 from training import Recorder, assert_equal, gradient, zeros
 
@@ -303,3 +305,20 @@ def test_gradients_on_one_rank_are_a_copy_of_what_was_given(hvd):
     with opt.skip_synchronize():
         opt.step()
     assert_equal(inner.last, {"a": gradient(0, 1)})
+
+
+@pytest.mark.parametrize("period", [0, 1])
+def test_an_alarm_at_every_point_of_step_applies_no_gradient_twice(hvd, period):
+    def scenario(interrupter):
+        applied = []
+        with hvd.DistributedOptimizer(applied.append, zeros("ab"), bcast_period=period) as opt:
+            for step in range(2):
+                grads = {name: gradient(k, 0, step) for k, name in enumerate("ab")}
+                while len(applied) == step:
+                    with suppress(Alarm), interrupter:
+                        opt.step(grads)
+                    assert opt.comm_state()["num_steps"] == len(applied), "over, and to be applied"
+                assert_equal(applied[step], grads)
+
+    points = at_every_point(scenario, Alarm, "optimizer.py", "reducer.py")
+    assert points > 30

@@ -92,7 +92,7 @@ def test_a_message_for_nobody_is_read_by_nobody(pages):
 
 def test_payloads_of_every_size_arrive_whole(pages):
     a, b, _ = pages
-    for size in (0, 1, 100, a.small_payload, *range(4050, 4100, 3), 60_000, a.max_payload):
+    for size in (0, 1, 100, 2048, *range(4050, 4100, 3), 60_000, a.max_payload):
         payloads = [random.Random(size + k).randbytes(size) for k in range(3)]
         for payload in payloads:  # one that needs more than its entry would spoil its neighbour
             assert a.post([1], ("p", size), payload)

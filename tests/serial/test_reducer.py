@@ -119,7 +119,7 @@ class World:
 
     def finish(self):
         for reducer in self.reducers:
-            reducer.finish()
+            reducer.apply(lambda _: None)
 
 
 def alone(params, **options):
@@ -157,7 +157,7 @@ def test_life_of_a_gradient():
     stream.on_advance = look
     result = reducer.synchronize()
     events.append(f"handed out {sorted(result)}")
-    reducer.finish()
+    world.finish()
     stream.on_advance = lambda: None
     for name in "bacdef":
         ready(name)
@@ -224,7 +224,7 @@ def test_buckets_leave_in_the_plans_order_as_soon_as_they_may(orders, views):
             expected = [100 * step + ord(name) for name in bucket.names for _ in range(16)]
             assert np.frombuffer(stream.sent[k], np.float32).tolist() == expected
         reducer.synchronize()
-        reducer.finish()
+        world.finish()
 
 
 def test_a_record_that_cannot_ride_follows_the_last_bucket():
@@ -248,7 +248,7 @@ def test_a_record_rides_only_when_nothing_can_come_any_more():
         world.announce(0, ["local"])
         assert stream.log[-1] == "launch 1 with record"
         assert sorted(reducer.synchronize()) == ["a", "local"]
-        reducer.finish()
+        world.finish()
     world.announce(0, "a")
     assert sorted(reducer.synchronize()) == ["a"]
 
@@ -306,7 +306,7 @@ def test_counters_count_steps_buckets_and_bytes():
         384,
         0,
     )
-    reducer.finish()
+    world.finish()
     assert counters.steps == 1
 
 
@@ -320,7 +320,7 @@ def test_nothing_stale_is_sent_and_no_poison():
             reducer.views[name].fill(7)
             reducer.grad_ready(name) if views else world.announce(0, name, 7)
         reducer.synchronize()
-        reducer.finish()
+        world.finish()
         if views:
             reducer.views["b"].fill(3)
             reducer.views["c"].fill(9)  # written, never announced
@@ -361,7 +361,7 @@ def test_the_dict_is_new_and_mutable_its_arrays_writable_and_the_same_until_step
     del first["b"]
     assert reducer.synchronize() is first
     assert given_.sum() == 16
-    reducer.finish()
+    reducer.apply(lambda _: None)
     for name in SIX:
         reducer.grad_ready(name, given_)
     second = reducer.synchronize()
@@ -380,7 +380,7 @@ def test_poison_fills_packed_slots_before_the_first_gradient_and_views_never():
         assert np.isnan(reducer.views["b"]).all()
         world.announce(0, "bcdef")
         kept = reducer.synchronize()
-        reducer.finish()
+        world.finish()
     assert all((array == 1).all() for array in kept.values())
     _, reducer, _ = alone(SIX, views=True)
     reducer.views["b"].fill(4)
@@ -412,7 +412,7 @@ def test_gradients_of_any_layout_are_copied_at_once(make):
         if not recording:
             world.announce(0, "vw")
             reducer.synchronize()
-            reducer.finish()
+            world.finish()
         world.announce(0, "v")
         expected = np.arange(12, dtype=np.float32).reshape(3, 4)
         gradient = make(expected.copy())
@@ -434,7 +434,7 @@ def test_scalars_are_gradients_of_parameters_without_dimensions(steps):
             reducer.grad_ready("b", np.float64(step + 0.5))
             result = reducer.synchronize()
             assert (float(result["a"]), float(result["b"])) == (step, step + 0.5)
-            reducer.finish()
+            reducer.apply(lambda _: None)
 
 
 # --- bad calls
@@ -463,7 +463,7 @@ def test_a_bad_call_is_an_error_at_once_and_leaves_the_step_usable(call, errors,
     if when == "in the second step":
         world.announce(0, SIX)
         reducer.synchronize()
-        reducer.finish()
+        world.finish()
     if when != "first":
         world.announce(0, "cd", 2)
     before = list(stream.log)
@@ -488,7 +488,7 @@ def test_announcing_once_too_often_is_an_error_at_once():
                 with pytest.raises(ValueError, match=f"'{name}'.*more often than .*=1"):
                     reducer.grad_ready(*args)
             assert sorted(reducer.synchronize()) == sorted(SIX)
-            reducer.finish()
+            world.finish()
 
 
 def test_between_synchronize_and_step_no_gradient_may_come():
@@ -499,7 +499,7 @@ def test_between_synchronize_and_step_no_gradient_may_come():
         for name in "ab":  # one that came, and one that did not
             with pytest.raises(RuntimeError, match="already synchronized"):
                 world.announce(0, name)
-        reducer.finish()
+        world.finish()
 
 
 # --- passes
@@ -524,7 +524,7 @@ def test_passes_add_up_and_the_last_one_launches(views):
             world.announce(0, "a")
         result = reducer.synchronize()
         assert all((array == 111).all() for array in result.values()), step
-        reducer.finish()
+        world.finish()
 
 
 def test_fewer_passes_are_allowed():
@@ -546,7 +546,7 @@ def test_no_sync_accumulates_and_sends_nothing():
         result = reducer.synchronize()  # "a" was had in a pass inside no_sync
         values = {name: float(array[0]) for name, array in result.items()}
         assert values == {"a": 3, **dict.fromkeys("bcdef", 11)}
-        reducer.finish()
+        world.finish()
 
 
 def test_no_sync_ends_with_its_block_whatever_happens_in_it():
@@ -746,7 +746,7 @@ def test_the_weight_of_a_step_goes_with_its_first_gradient():
         with pytest.raises(ValueError, match=r"has 2\.5 already"):
             reducer.grad_ready("c", g, weight=weight)
     reducer.synchronize()
-    reducer.finish()
+    world.finish()
     reducer.grad_ready("a", g)
     assert "begin 5 1 1" in stream.log
     with pytest.raises(ValueError, match="has 1 already"):
@@ -800,7 +800,7 @@ def test_another_array_for_a_name_that_was_announced_is_an_error():
         reducer.submit({"b": world.gradient("b", 2)}, None)
         result = reducer.synchronize()
         assert [float(result[n][0]) for n in "ab"] == [1, 2]
-        reducer.finish()
+        world.finish()
 
 
 def test_a_bad_gradient_in_step_stores_nothing_at_all():
@@ -1065,6 +1065,25 @@ def test_an_alarm_at_every_point_of_synchronize_changes_nothing(case):
     assert at_every_point(scenario, Alarm, "reducer.py", "progress.py") > 50
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_an_alarm_at_every_point_of_grad_ready_neither_loses_nor_doubles_a_pass(views):
+    def scenario(interrupter):
+        _, reducer, _ = alone({"a": (4,), "b": (4,)}, passes=3, views=views)
+        for name in "ab":
+            refused = False
+            while not refused:  # a caller who does not know how often it counted
+                with suppress(Alarm), interrupter:
+                    try:
+                        reducer.grad_ready(name, np.ones(4, np.float32))
+                    except ValueError:
+                        refused = True
+        result = reducer.synchronize()
+        assert all((array == 3).all() for array in result.values()), result
+        assert sorted(result) == ["a", "b"]
+
+    assert at_every_point(scenario, Alarm, "reducer.py") > 50
+
+
 # --- one thread
 
 
@@ -1176,7 +1195,7 @@ def test_a_peer_that_closed_ends_the_wait_for_it_and_for_no_other():
 
     stream.on_advance = look
     assert reducer.synchronize() == {}
-    reducer.finish()
+    reducer.apply(lambda _: None)
 
 
 def test_a_dropped_reducer_is_freed_at_once_and_says_so():
@@ -1185,7 +1204,7 @@ def test_a_dropped_reducer_is_freed_at_once_and_says_so():
         world, reducer, _ = alone(SIX)
         world.announce(0, SIX)
         reducer.synchronize()
-        reducer.finish()
+        world.finish()
         grad_ready, dead = reducer.grad_ready, weakref.ref(reducer)
         gradient = world.gradient("a", 1)
         world.reducers.clear()
