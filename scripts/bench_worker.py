@@ -526,7 +526,7 @@ def single_figures(comm: MPI.Intracomm, quick: bool) -> dict[str, float]:
     figures["late rank, %"] = cpu_of_waiting(comm, 3 if quick else 11) * 100
     for kind in ("views", "packed"):
         views = kind == "views"
-        call_us, copy_us = time_grad_ready(comm, views, rounds)
+        call_us, copy_us = time_grad_ready(comm, views, 10 * rounds)  # long enough for a quiet one
         figures[f"grad_ready {kind}, us"] = call_us - (0 if views else copy_us)
         figures["copyto of 64 bytes, us"] = copy_us
         if sys.platform == "linux":
