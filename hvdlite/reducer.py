@@ -17,9 +17,10 @@ not inside no_sync) is a closure over two dicts: `open_`, which holds the slots 
 a call can be out of the ordinary and nothing otherwise, and `touched`, the names that have come in
 this step.  Everything else takes `_announce`, which may be slow and clear.
 
-[Note: broken-off waits]  A signal handler may raise out of any of this.  Nothing is lost: a gradient
-is stored and counted in one go or not at all, each stage of `synchronize()` bears being run again,
-and the next `synchronize()` or `step()` goes on where it stopped, unless the step was applied.
+[Note: broken-off waits]  A signal handler may raise out of any of this.  Nothing is lost: a
+gradient is stored and counted in one go or not at all, each stage of `synchronize()` bears being
+run again, and the next `synchronize()` or `step()` goes on where it stopped, unless the step was
+applied.
 """
 
 import math
