@@ -43,7 +43,12 @@ def run(steps: Sequence[Step]) -> None:
     rank that happens to reduce that share would only mislead.
     """
     with np.errstate(all="ignore"):
-        deque(starmap(call, steps), maxlen=0)
+        at_once(steps)
+
+
+def at_once(steps: Sequence[Step]) -> None:
+    """Make calls of C functions inside one C loop, where no signal handler comes between them."""
+    deque(starmap(call, steps), maxlen=0)
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:

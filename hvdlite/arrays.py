@@ -7,6 +7,7 @@ converted silently into something else: what is not an array of numbers is a Typ
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from hvdlite.errors import BackendUnavailableError
 from hvdlite.types import Array
 
 Restore = Callable[[Array], Any]  # turns a result into the caller's kind, dtype and device
+Store = Callable[[Array], Any]  # puts a result into the caller's array, and returns that
 
 _ACCEPTED: Final = (
     "a NumPy array or scalar, a bool, int, float or complex, a torch tensor on the CPU, "
@@ -73,6 +75,66 @@ def check_dtype(dtype: np.dtype[Any], what: str) -> None:
         )
 
 
+def bfloat16(what: str) -> np.dtype[Any]:
+    """NumPy's bfloat16: a registered type of ml_dtypes, which JAX brings and torch does not.
+
+    Raises:
+        BackendUnavailableError: ml_dtypes is not installed.
+    """
+    try:
+        scalar: type[np.generic] = import_module("ml_dtypes").bfloat16
+    except ImportError as exc:
+        raise BackendUnavailableError(
+            f"{what}: bfloat16 needs the package ml_dtypes (pip install ml_dtypes): {exc}"
+        ) from exc
+    return np.dtype(scalar)
+
+
+@lru_cache(256)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """`dtype.name`, which NumPy makes anew each time."""
+    return dtype.name
+
+
+def store_into(array: object, what: str) -> Store:
+    """How to overwrite the caller's array by a result of the same shape and dtype.
+
+    Args:
+        array: A writable NumPy array of any layout and byte order, or a torch tensor on the CPU.
+        what: Names the call and the tensor in messages.
+
+    Returns:
+        A function that copies a result into the array and returns the caller's object.
+
+    Raises:
+        TypeError: It cannot be overwritten: a scalar, a JAX array.
+        ValueError: It is read-only.
+    """
+    is_bits = False  # NumPy sees torch's bfloat16 as int16
+    if isinstance(array, np.ndarray):
+        target = array
+    elif _is_of(array, "torch", "Tensor"):
+        tensor: Any = array
+        plain, torch = tensor.detach(), sys.modules["torch"]
+        if plain.is_conj() or plain.is_neg() or plain.layout != torch.strided:
+            raise TypeError(f"{what}: a tensor of this kind cannot be overwritten in place")
+        is_bits = plain.dtype == torch.bfloat16
+        target = plain.view(torch.int16).numpy() if is_bits else plain.numpy()
+    else:
+        raise TypeError(
+            f"{what}: a {type(array).__name__} cannot be overwritten; pass a NumPy array or a "
+            "torch tensor, or use the call without the underscore"
+        )
+    if not target.flags.writeable:
+        raise ValueError(f"{what}: the array is read-only: it cannot be overwritten")
+
+    def store(result: Array) -> Any:
+        target[...] = result.view(np.int16) if is_bits else result
+        return array
+
+    return store
+
+
 def _is_of(array: object, module: str, name: str) -> bool:
     """Whether `array` is a `module.name`, asked without importing `module`."""
     kind = getattr(sys.modules.get(module), name, None)
@@ -88,7 +150,20 @@ def _plain(array: Array) -> Array:
     return np.asarray(array, order="C")  # unlike ascontiguousarray it leaves 0-d alone
 
 
+@lru_cache(256)
+def _is_plain_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biufc" and dtype.isnative and dtype.isbuiltin == 1
+
+
+def _unchanged(result: Array) -> Array:
+    return result
+
+
 def _from_ndarray(array: Array, what: str) -> tuple[Array, Restore]:
+    flags = array.flags
+    is_simple = type(array) is np.ndarray and flags.c_contiguous and flags.aligned
+    if is_simple and _is_plain_number(array.dtype):  # by far the most frequent case
+        return array, _unchanged
     if type(array) not in (np.ndarray, np.memmap):  # subclasses carry masks, units, other algebra
         kind = type(array).__name__
         hint = "array.filled(value)" if isinstance(array, np.ma.MaskedArray) else "np.asarray()"
@@ -146,7 +221,7 @@ def _from_torch(tensor: Any, what: str) -> tuple[Array, Restore]:
     except TypeError as exc:
         raise TypeError(f"{what}: tensors of dtype {tensor.dtype} cannot travel: {exc}") from exc
     if is_bfloat16:
-        array = array.view(_bfloat16(what))
+        array = array.view(bfloat16(what))
     check_dtype(array.dtype, what)
 
     def restore(result: Array) -> Any:
@@ -156,17 +231,6 @@ def _from_torch(tensor: Any, what: str) -> tuple[Array, Restore]:
         return torch.from_numpy(result)
 
     return array, restore
-
-
-def _bfloat16(what: str) -> np.dtype[Any]:
-    """NumPy's bfloat16: a registered type of ml_dtypes, which JAX brings and torch does not."""
-    try:
-        bfloat16: type[np.generic] = import_module("ml_dtypes").bfloat16
-    except ImportError as exc:
-        raise BackendUnavailableError(
-            f"{what}: bfloat16 tensors need the package ml_dtypes (pip install ml_dtypes): {exc}"
-        ) from exc
-    return np.dtype(bfloat16)
 
 
 def _from_jax(array: Any, what: str) -> tuple[Array, Restore]:

@@ -269,6 +269,7 @@ class Context:
             is_world = process_set is global_process_set
             process_set.bind(None, -1, None if is_world else process_set.ranks)
         self.process_sets.clear()
+        self.matcher.close(ShutDownError("hvdlite.shutdown() was called before this call was over"))
         self.progress.clear()
         if can_talk:
             self.backend.close()

@@ -3,25 +3,33 @@
  [1] A rank posts its call to the members of the process set: name, signature, size, and small data.
  [2] When a rank holds one post of every member it compares the signatures.  All members compare the
      same posts, so all raise the same `MismatchError`, or none does.
- [3] Larger data follows in pieces, only now: so whoever gets a piece knows where to put it.
+ [3] Small data is here already: calls that reduce alike are reduced together, in one go.  Larger
+     data follows in pieces, only now: so whoever gets a piece knows where to put it.
        gather   every rank's bytes to all others (a broadcast is the case where one rank has any)
+       scatter  to every member the part that is for it
        reduce   share j to member j, who reduces it in rank order and sends the result to all
+                (or keeps it: reducescatter)
  [4] When everything is here the call's own `finish` makes the result, in the frame of who waits.
 
 No order, no server, no extra round for small data.  Every effect of a message can be repeated
 without harm (serial numbers, offsets), because a signal handler may raise in the middle of one.
+Only meetings that a message or a submission has woken are looked at, so a thousand calls in flight
+cost no more than one.
 """
 
 import hashlib
+import marshal
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.arithmetic import Reduction, blocked_steps, run
+from hvdlite.arithmetic import Reduction, Step, at_once, blocked_steps, run
 from hvdlite.backends.base import Control, Header
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.progress import Progress
@@ -32,17 +40,44 @@ _INLINE_BYTES = 32 * 1024  # up to here the data travels with the call itself
 _MAX_NAME_BYTES = 512
 
 Signature = tuple[tuple[str, Any], ...]  # field and value, e.g. ("dtype", "float32")
+Key = tuple[int, str]  # process set and name: what calls meet by
 
 
-@dataclass(frozen=True, slots=True)
-class _Post:
+class _Post(NamedTuple):
     """One rank's announcement of a call."""
 
     serial: int
-    signature: Signature
+    wire: bytes  # the signature as it travels; equal signatures are equal bytes
     nbytes: int
     extra: Any
     inline: bytes | None
+
+
+class Segment(NamedTuple):
+    """A run of elements that are reduced alike; a group of tensors has several.
+
+    `bounds` are byte offsets in the call's data: member k's share goes from `bounds[k]` to
+    `bounds[k + 1]`.
+    """
+
+    reduction: Reduction
+    bounds: tuple[int, ...]
+
+    @property
+    def whole(self) -> slice:
+        """All of it."""
+        return slice(self.bounds[0], self.bounds[-1])
+
+    def share(self, k: int) -> slice:
+        """What member k reduces."""
+        return slice(self.bounds[k], self.bounds[k + 1])
+
+
+def even_segment(reduction: Reduction, start: int, stop: int) -> Segment:
+    """Shares of equal size, up to one element."""
+    itemsize, n = reduction.dtype.itemsize, reduction.num_ranks
+    count = (stop - start) // itemsize
+    return Segment(reduction, tuple(start + count * k // n * itemsize for k in range(n + 1)))
 
 
 @dataclass(slots=True)
@@ -50,6 +85,7 @@ class _Incoming:
     """Bytes on their way here, in order."""
 
     target: Array
+    key: Key
     received: int = 0
 
     def take(self, offset: int, payload: memoryview | bytes) -> None:
@@ -92,65 +128,88 @@ class _Outgoing:
 class _Transfer:
     """Where the bytes of a matched call come from and go to.
 
-    `incoming` is keyed as the messages are: author, serial number, stage.  Stage 0 carries what the
-    ranks contribute, stage 1 the reduced shares.
+    `incoming` is keyed as the messages are: author, serial number, stage.  Stage 2 i carries what
+    the ranks contribute to segment i (0: to a call that does not reduce), 2 i + 1 its reduced
+    shares.
     """
 
-    targets: list[Array]
-    incoming: dict[tuple[int, int, int], _Incoming]
-    outgoing: list[_Outgoing]
-    operands: list[Array] = field(default_factory=list)  # everybody's part of our share
-    share: Array | None = None  # where our reduced share goes
-    returns: _Outgoing | None = None
+    parts: list[Array]  # of the result
+    incoming: dict[tuple[int, int, int], _Incoming] = field(default_factory=dict)
+    outgoing: list[_Outgoing] = field(default_factory=list)
+    shares: list[tuple[list[Array], Array]] = field(default_factory=list)  # operands and result
+    returns: list[_Outgoing] = field(default_factory=list)
+    is_reduced: bool = False
 
 
-@dataclass(eq=False)
 class Ticket:
     """One eager call of this rank, from its submission to its result.
 
-    Attributes:
+    Args:
         set_id: Process set.
         ranks: Its members, world ranks ascending.
-        name: What the members' calls are matched by.
-        signature: What must be equal on all members.
+        name: What the members' calls are matched by; None: the next count of `counted_as`.
+        signature: What must be equal on all members, the kind of call first; names, numbers, texts
+            and tuples of them.
         data: This rank's contribution, uint8.
-        place: Called once all sizes are known, with the bytes each member contributes and each
-            member's `extra`; returns one uint8 array a member for the bytes.
-        finish: Makes the result from what `place` returned (or from the reduced bytes).
-        reduction: The arithmetic, for calls that reduce; None for those that gather.
-        extra: A number or short text that may differ between members.
+        finish: Makes the result from the parts: what `place` returned, or for each segment the
+            reduced bytes (with `keeps_shares` this member's share of them).
+        place: For calls that do not reduce; called once all sizes are known, with the bytes each
+            member contributes and each member's `extra`; returns one uint8 array a member for them.
+        segments: The arithmetic, for calls that reduce.
+        keeps_shares: The reduced shares stay where they are.
+        pick: For calls that scatter: what of a member's contribution is for member k, given its
+            `extra` and k.
+        extra: A number, short text or tuple that may differ between members.
+        counted_as: What calls without a name are counted by; default: the kind.
+
+    Attributes:
+        done: The call is over; `error` tells how.
+        abandoned: Nobody wants the result any more; the call goes on by itself.
     """
 
-    set_id: int
-    ranks: tuple[int, ...]
-    name: str
-    signature: Signature
-    data: Array
-    place: Callable[[Sequence[int], Sequence[Any]], list[Array]]
-    finish: Callable[[list[Array]], Any]
-    reduction: Reduction | None = None
-    extra: Any = None
-    serial: int = 0
-    done: bool = False
-    parts: list[Array] = field(default_factory=list)
+    serial = 0
+    done = False
+    abandoned = False
+    is_submitted = is_posted = is_matched = is_finished = False
     result: Any = None
     error: Exception | None = None
-    abandoned: bool = False
-    is_submitted: bool = False
-    is_posted: bool = False
-    is_finished: bool = False
-    posts: dict[int, _Post] = field(default_factory=dict)
+    parts: Sequence[Array] = ()
+    posts: Mapping[int, _Post] = {}
     transfer: _Transfer | None = None
-    is_moving: bool = False
+
+    def __init__(
+        self,
+        set_id: int,
+        ranks: tuple[int, ...],
+        name: str | None,
+        signature: Signature,
+        data: Array,
+        finish: Callable[[Sequence[Array]], Any],
+        *,
+        place: Callable[[Sequence[int], Sequence[Any]], list[Array]] | None = None,
+        segments: Sequence[Segment] = (),
+        keeps_shares: bool = False,
+        pick: Callable[[Any, int], slice] | None = None,
+        extra: Any = None,
+        counted_as: str = "",
+    ) -> None:
+        self.key = (set_id, name or "")
+        self.counted_as = "" if name else counted_as or signature[0][1]
+        self.ranks, self.signature, self.data, self.finish = ranks, signature, data, finish
+        self.place, self.segments, self.keeps_shares = place or separate, segments, keeps_shares
+        self.pick, self.extra = pick, extra
+
+    @property
+    def name(self) -> str:
+        """What the members' calls are matched by."""
+        return self.key[1]
 
     @property
     def waits_for_messages(self) -> bool:
         """Whether nothing can be done for it until a message comes."""
         transfer = self.transfer
-        if self.done:
-            return True
-        if transfer is None or not self.is_posted:
-            return self.is_posted and not self.is_moving
+        if transfer is None:
+            return self.is_posted and not self.is_matched
         sent = all(outgoing.complete for outgoing in transfer.outgoing)
         return sent and not all(incoming.complete for incoming in transfer.incoming.values())
 
@@ -162,8 +221,22 @@ class Ticket:
     @property
     def what(self) -> str:
         """Names the call in messages."""
-        kind = dict(self.signature).get("kind", "call")
-        return f"{kind} {self.name!r}"
+        return f"{self.signature[0][1]} {self.name!r}" if self.name else str(self.signature[0][1])
+
+
+class _Meeting:
+    """Calls of one name in one process set.
+
+    Attributes:
+        posts: What was announced and not yet matched: author -> serial -> post, ascending.
+        tickets: This rank's calls, in the order in which they were made.
+    """
+
+    __slots__ = ("posts", "tickets")
+
+    def __init__(self) -> None:
+        self.posts: dict[int, dict[int, _Post]] = {}
+        self.tickets: list[Ticket] = []
 
 
 class Matcher:
@@ -181,25 +254,23 @@ class Matcher:
         self._block_elements = block_elements
         self._serial = 0
         self._filed: dict[int, int] = {}  # per author: last call whose post is filed
-        self._posts: dict[tuple[int, str], dict[int, dict[int, _Post]]] = {}
-        self._tickets: dict[tuple[int, str], list[Ticket]] = {}
+        self._meetings: dict[Key, _Meeting] = {}
+        self._woken: dict[Key, None] = {}  # meetings where something may be done now
         self._incoming: dict[tuple[int, int, int], _Incoming] = {}
         self._announced: set[tuple[int, int]] = set()  # calls whose data comes in pieces
         self._early: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._unposted: deque[tuple[Ticket, _Post]] = deque()  # in order of their serial numbers
-        self._is_sending = False  # some call can go on without a message
-        if control.size > 1:
-            progress.add(self, self.advance)
+        progress.add(self, self.advance)
 
     def unnamed(self, set_id: int, kind: str) -> str:
         """The name of the next call without one: a count per process set and kind."""
         count = self._counts.get((set_id, kind), 0)
         self._counts[set_id, kind] = count + 1
-        return f"{kind}.noname.{count}"
+        return _name_of(kind, count)
 
     def submit(self, ticket: Ticket) -> Ticket:
-        """Start a call; it goes on whenever this process waits for anything.
+        """Start a call: the members see it at once; the rest is done by whoever waits or polls.
 
         A ticket submitted before is left as it is, so that a caller that a signal handler broke off
         in here may say it again.
@@ -209,27 +280,40 @@ class Matcher:
         """
         if ticket.is_submitted:
             return ticket
-        key = (ticket.set_id, ticket.name)
-        if len(ticket.name.encode()) > _MAX_NAME_BYTES:
-            raise ValueError(f"name of {len(ticket.name)} characters; at most {_MAX_NAME_BYTES}")
-        under_way = [other for other, _ in self._unposted] + self._tickets.get(key, [])
-        for other in under_way:
-            if other is not ticket and (other.set_id, other.name) == key and other.is_waited_for:
-                raise ValueError(
-                    f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
-                    "wait for it, or use another name"
-                )
-        if ticket.is_posted or any(other is ticket for other, _ in self._unposted):
-            ticket.is_submitted = True  # a signal handler had broken it off behind the append
-            return ticket
+        key = ticket.key
+        steps: list[Step] = []
+        if ticket.counted_as:
+            counter = (key[0], ticket.counted_as)
+            count = self._counts.get(counter, 0)
+            key = (key[0], _name_of(ticket.counted_as, count))
+            steps = [
+                (self._counts.__setitem__, counter, count + 1),
+                (setattr, ticket, "key", key),
+            ]
+        if len(key[1].encode()) > _MAX_NAME_BYTES:
+            raise ValueError(f"name of {len(key[1])} characters; at most {_MAX_NAME_BYTES}")
+        meeting = self._meeting(key)
+        if any(other.is_waited_for for other in meeting.tickets):
+            raise ValueError(
+                f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
+                "wait for it, or use another name"
+            )
         self._serial += 1  # numbers must come to the peers in order, so each try has its own
         ticket.serial = self._serial
-        inline = ticket.data.tobytes() if ticket.data.size <= _INLINE_BYTES else None
-        post = _Post(ticket.serial, ticket.signature, ticket.data.size, ticket.extra, inline)
-        self._unposted.append((ticket, post))  # from here on the call is made
-        ticket.is_submitted = True
+        data = ticket.data
+        inline = data.tobytes() if data.size <= _INLINE_BYTES else None
+        post = _Post(ticket.serial, _wire(ticket.signature), data.size, ticket.extra, inline)
+        at_once(
+            [
+                *steps,
+                (meeting.tickets.append, ticket),
+                (self._meetings.__setitem__, key, meeting),
+                (self._unposted.append, (ticket, post)),
+                (setattr, ticket, "is_submitted", True),
+            ]
+        )
         self.progress.counters.negotiations += 1
-        self.progress.nudge(self.advance)
+        self.progress.nudge(self._post)
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
@@ -243,12 +327,27 @@ class Matcher:
             self.progress.wait(
                 lambda: ticket.done, ticket.what, lambda: self.missing(ticket), None, timeout_s
             )
+        return self.result(ticket)
+
+    def result(self, ticket: Ticket) -> Any:
+        """[4] The result of a call that is over, made in the caller's own frame."""
         if ticket.error is not None:
             raise ticket.error
-        if not ticket.is_finished:  # [4] in the caller's own frame, where it may raise
+        if not ticket.is_finished:
             ticket.result = ticket.finish(ticket.parts)
             ticket.is_finished = True
+            ticket.parts = ()
         return ticket.result
+
+    def poll(self, ticket: Ticket) -> bool:
+        """Whether the call was over; lets everything go on meanwhile, without waiting."""
+        if not ticket.done:
+            self.progress.nudge(self.progress.poll)
+            return False
+        if ticket.error is None:
+            with suppress(Exception):  # who waits for it meets it again
+                self.result(ticket)
+        return True
 
     def call(self, ticket: Ticket) -> Any:
         """Submit and wait; a wait that is broken off leaves the call to finish by itself."""
@@ -261,33 +360,37 @@ class Matcher:
 
     def missing(self, ticket: Ticket) -> list[int]:
         """Members whose part of the call is not here yet."""
-        if ticket.is_moving:
+        if ticket.is_matched:
+            serials = {(author, post.serial) for author, post in ticket.posts.items()}
             pending = {
                 author
-                for (author, serial, _), inc in self._incoming.items()
-                if not inc.complete
-                and author in ticket.posts
-                and ticket.posts[author].serial == serial
+                for (author, serial, _), incoming in self._incoming.items()
+                if not incoming.complete and (author, serial) in serials
             }
             return sorted(pending) or [r for r in ticket.ranks if r != self.rank]
-        posts = self._posts.get((ticket.set_id, ticket.name), {})
+        posts = self._meeting(ticket.key).posts
         return [r for r in ticket.ranks if not posts.get(r)]
 
     def advance(self) -> bool:
-        """Read messages and go on with every call; whether anything moved."""
+        """Read messages and go on with every call that can; whether anything moved."""
         moved = self.control.poll(self._deliver)
-        if not self._is_sending and not self._unposted:
-            return moved  # every call waits for a message
-        self._is_sending = True  # until it is known better
-        moved = self._post() or moved
-        is_sending = bool(self._unposted)
-        for key, tickets in tuple(self._tickets.items()):
-            for ticket in tuple(tickets):
-                if self._advance_ticket(key, ticket):
-                    moved = True
-                is_sending = is_sending or not ticket.waits_for_messages
-        self._is_sending = is_sending
+        if self._unposted:
+            moved = self._post() or moved
+        if self._woken:
+            moved = self._go_on() or moved
         return moved
+
+    def close(self, error: Exception) -> None:
+        """End all calls of this rank that are not over; who waits for them raises `error`."""
+        for meeting in self._meetings.values():
+            for ticket in meeting.tickets:
+                ticket.error, ticket.done = ticket.error or error, True
+        self._meetings.clear()
+        self._unposted.clear()
+
+    def _meeting(self, key: Key) -> _Meeting:
+        """The meeting of this name, perhaps one that nobody has come to yet."""
+        return self._meetings.get(key) or _Meeting()
 
     def _post(self) -> bool:
         """[1] Post calls in order: the members tell a repeated post by its serial number."""
@@ -295,193 +398,278 @@ class Matcher:
         while self._unposted:
             ticket, post = self._unposted[0]
             if not ticket.is_posted:
-                key = (ticket.set_id, ticket.name)
-                self._posts.setdefault(key, {}).setdefault(self.rank, {})[ticket.serial] = post
-                tickets = self._tickets.setdefault(key, [])
-                if ticket not in tickets:
-                    tickets.append(ticket)
-                others = tuple(r for r in ticket.ranks if r != self.rank)
-                header = (
-                    _CALL,
-                    post.serial,
-                    *key,
-                    post.signature,
-                    post.nbytes,
-                    post.extra,
-                    post.inline is not None,
-                )
-                if others and not self.control.post(others, header, post.inline or b""):
-                    return moved
+                key = ticket.key
+                self._meetings[key].posts.setdefault(self.rank, {})[post.serial] = post
+                others = self._others(ticket.ranks)
+                if others:
+                    serial, wire, nbytes, extra, inline = post
+                    header = (_CALL, serial, *key, wire, nbytes, extra, inline is not None)
+                    if not self.control.post(others, header, inline or b""):
+                        return moved
+                self._woken[key] = None
                 ticket.is_posted = moved = True
             self._unposted.popleft()
         return moved
 
+    def _others(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return _without(ranks, self.rank)
+
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
-        self._is_sending = True  # some call may go on now
         if header[0] == _CALL:
-            _, serial, set_id, name, signature, nbytes, extra, is_inline = header
+            _, serial, set_id, name, wire, nbytes, extra, is_inline = header
             if serial > self._filed.get(source, 0):
                 inline = bytes(payload) if is_inline else None
-                post = _Post(serial, signature, nbytes, extra, inline)
-                self._posts.setdefault((set_id, name), {}).setdefault(source, {})[serial] = post
+                key = (set_id, name)
+                meeting = self._meeting(key)
+                meeting.posts.setdefault(source, {})[serial] = _Post(
+                    serial, wire, nbytes, extra, inline
+                )
+                self._meetings[key] = meeting
                 if not is_inline:
                     self._announced.add((source, serial))
+                if meeting.tickets:
+                    self._woken[key] = None
                 self._filed[source] = serial
         else:
             _, serial, stage, offset = header
             incoming = self._incoming.get((source, serial, stage))
             if incoming is not None:
                 incoming.take(offset, payload)
+                self._woken[incoming.key] = None
             elif (source, serial) in self._announced:
                 self._early.setdefault((source, serial, stage), {})[offset] = bytes(payload)
 
-    def _advance_ticket(self, key: tuple[int, str], ticket: Ticket) -> bool:
-        if ticket.done:
-            self._retire(key, ticket)  # a signal handler had broken it off there
-            return False
-        others = tuple(r for r in ticket.ranks if r != self.rank)
-        moved = False
-        if not ticket.is_moving:
-            if not ticket.is_posted:
-                return False
-            if not ticket.posts and ticket is not self._tickets[key][0]:
-                return moved
-            if not self._match(key, ticket):
-                return moved
-            moved = True
-        if ticket.error is None and ticket.transfer is not None:
-            moved = self._move(ticket, ticket.transfer) or moved
-            if not self._is_complete(ticket.transfer, others):
-                return moved
-            ticket.parts = ticket.transfer.targets
-        self._retire(key, ticket)
-        return True
+    def _go_on(self) -> bool:
+        """Do what can be done in the meetings that were woken; whether anything moved."""
+        alike: dict[int, list[Ticket]] = {}  # small calls whose reduction is the same object
+        woken, stuck = tuple(self._woken), set()
+        for key in woken:
+            meeting = self._meetings.get(key)
+            if meeting is None or not self._advance_meeting(key, meeting, alike):
+                stuck.add(key)
+        for tickets in alike.values():
+            self._reduce_small(tickets)
+        for key in woken:
+            meeting = self._meetings.get(key)
+            if meeting is None or (
+                key in stuck and all(ticket.waits_for_messages for ticket in meeting.tickets)
+            ):
+                self._woken.pop(key, None)
+        return len(stuck) < len(woken)
 
-    def _match(self, key: tuple[int, str], ticket: Ticket) -> bool:
+    def _advance_meeting(self, key: Key, meeting: _Meeting, alike: dict[int, list[Ticket]]) -> bool:
+        """Go on with the calls of one name, in order; whether anything moved."""
+        moved = False
+        for ticket in tuple(meeting.tickets):
+            if ticket.done:
+                self._retire(ticket)  # a signal handler had broken it off there
+                continue
+            if not ticket.is_matched:
+                if not ticket.is_posted or not self._match(meeting, ticket):
+                    break  # the later ones have their turn after it
+                moved = True
+            transfer = ticket.transfer
+            if transfer is None:
+                if ticket.error is None:
+                    alike.setdefault(id(ticket.segments[0].reduction), []).append(ticket)
+                else:
+                    self._retire(ticket)
+                moved = True
+                continue
+            moved = self._move(ticket, transfer) or moved
+            if self._is_complete(ticket, transfer):
+                ticket.parts = transfer.parts
+                self._retire(ticket)
+                moved = True
+        if not meeting.tickets and not any(meeting.posts.values()):
+            self._meetings.pop(key, None)
+        return moved
+
+    def _match(self, meeting: _Meeting, ticket: Ticket) -> bool:
         """[2] Compare, once a post of every member is here; whether it is."""
-        filed = self._posts.setdefault(key, {})
+        filed = meeting.posts
         if not ticket.posts:
-            if not all(filed.get(r) for r in ticket.ranks):
+            try:
+                ticket.posts = {r: next(iter(filed[r].values())) for r in ticket.ranks}
+            except (KeyError, StopIteration):
                 return False
-            ticket.posts = {r: filed[r][min(filed[r])] for r in ticket.ranks}
         for r, post in ticket.posts.items():
-            filed.get(r, {}).pop(post.serial, None)
-        if not any(filed.values()):
-            self._posts[key] = {}
-        signatures = {r: ticket.posts[r].signature for r in ticket.ranks}
-        if len(set(signatures.values())) > 1:
+            filed[r].pop(post.serial, None)
+        own = ticket.posts[self.rank]
+        if any(post.wire != own.wire for post in ticket.posts.values()):
+            signatures = {r: marshal.loads(post.wire) for r, post in ticket.posts.items()}
             ticket.error = MismatchError(_explain(ticket, signatures))
-        else:
+        elif not ticket.segments or own.inline is None:
             if ticket.transfer is None:
-                try:
-                    ticket.transfer = self._plan_transfer(ticket)
-                except (MemoryError, ValueError) as exc:  # no room for the result
-                    ticket.error = exc
-                    ticket.transfer = _Transfer([], {}, [])
+                self._plan(ticket)
+            assert ticket.transfer is not None
             incoming = ticket.transfer.incoming
             self._incoming.update(incoming)
             for where, stream in incoming.items():
                 for offset, piece in sorted(self._early.get(where, {}).items()):
                     stream.take(offset, piece)
                 self._early.pop(where, None)
-        ticket.is_moving = True
+        ticket.is_matched = True
         return True
 
-    def _plan_transfer(self, ticket: Ticket) -> _Transfer:
-        """[3] Decide what comes from where; small data is here already."""
-        posts = ticket.posts
-        others = tuple(r for r in ticket.ranks if r != self.rank)
-        counters = self.progress.counters
-        counters.collectives += bool(others)
-        counters.bytes += ticket.data.size if others else 0
-        if ticket.reduction is not None and posts[self.rank].inline is None:
-            return self._plan_reduction(ticket, others)
-        members = [posts[r] for r in ticket.ranks]
-        targets = ticket.place([p.nbytes for p in members], [p.extra for p in members])
-        transfer = _Transfer(targets, {}, [])
-        for r, target in zip(ticket.ranks, targets, strict=True):
-            post = posts[r]
-            if r == self.rank:
-                target[:] = ticket.data
-            elif post.inline is not None:
-                target[:] = np.frombuffer(post.inline, np.uint8)
+    def _plan(self, ticket: Ticket) -> None:
+        """[3] Decide what comes from where."""
+        transfer = _Transfer([])
+        try:
+            if ticket.segments:
+                self._plan_reduction(ticket, transfer)
             else:
-                transfer.incoming[r, post.serial, 0] = _Incoming(target)
-        if others and posts[self.rank].inline is None:
-            data = ticket.data.data
-            transfer.outgoing.append(_Outgoing(others, ticket.serial, 0, data))
-        if ticket.reduction is not None:
-            transfer.operands = [t.view(ticket.reduction.dtype) for t in targets]
-            transfer.share = np.empty(ticket.data.size, np.uint8)
-        return transfer
+                self._plan_gather(ticket, transfer)
+        except (MemoryError, ValueError) as exc:  # no room for the result: the others get theirs
+            ticket.error = exc
+            transfer.incoming, transfer.shares, transfer.is_reduced = {}, [], True
+        self._count(ticket)
+        ticket.transfer = transfer
 
-    def _plan_reduction(self, ticket: Ticket, others: tuple[int, ...]) -> _Transfer:
-        """Too large to be sent to everybody: each member reduces its own share."""
-        assert ticket.reduction is not None
-        dtype, num_ranks = ticket.reduction.dtype, len(ticket.ranks)
-        result = np.empty(ticket.data.size, np.uint8)
-        count = result.size // dtype.itemsize
-        bounds = [count * k // num_ranks * dtype.itemsize for k in range(num_ranks + 1)]
-        shares = {r: slice(bounds[k], bounds[k + 1]) for k, r in enumerate(ticket.ranks)}
-        mine = shares[self.rank]
-        transfer = _Transfer([result], {}, [], share=result[mine])
-        for r in ticket.ranks:
-            if r == self.rank:
-                operand = ticket.data[mine]
+    def _count(self, ticket: Ticket) -> None:
+        if len(ticket.ranks) > 1:
+            self.progress.counters.collectives += 1
+            self.progress.counters.bytes += ticket.data.size
+
+    def _plan_gather(self, ticket: Ticket, transfer: _Transfer) -> None:
+        ranks, posts, pick, data = ticket.ranks, ticket.posts, ticket.pick, ticket.data
+        others, me = self._others(ranks), ranks.index(self.rank)
+        transfer.is_reduced = True
+        if others and posts[self.rank].inline is None:
+            if pick is None:
+                transfer.outgoing.append(_Outgoing(others, ticket.serial, 0, data.data))
             else:
-                operand = np.empty(mine.stop - mine.start, np.uint8)
-                serial = ticket.posts[r].serial
-                transfer.incoming[r, serial, 0] = _Incoming(operand)
-                transfer.incoming[r, serial, 1] = _Incoming(result[shares[r]])
-                part = ticket.data[shares[r]].data
-                transfer.outgoing.append(_Outgoing((r,), ticket.serial, 0, part))
-            transfer.operands.append(operand.view(dtype))
-        if others:
-            transfer.returns = _Outgoing(others, ticket.serial, 1, result[mine].data)
-        return transfer
+                transfer.outgoing += [
+                    _Outgoing((r,), ticket.serial, 0, data[pick(ticket.extra, k)].data)
+                    for k, r in enumerate(ranks)
+                    if r != self.rank
+                ]
+        members = [posts[r] for r in ranks]
+        pieces = [pick(post.extra, me) if pick else slice(0, post.nbytes) for post in members]
+        sizes = [piece.stop - piece.start for piece in pieces]
+        transfer.parts = ticket.place(sizes, [post.extra for post in members])
+        for r, post, piece, target in zip(ranks, members, pieces, transfer.parts, strict=True):
+            if r == self.rank:
+                target[:] = data[piece]
+            elif post.inline is not None:
+                target[:] = np.frombuffer(post.inline, np.uint8)[piece]
+            else:
+                transfer.incoming[r, post.serial, 0] = _Incoming(target, ticket.key)
+
+    def _plan_reduction(self, ticket: Ticket, transfer: _Transfer) -> None:
+        """Too large to be sent to everybody: each member reduces its own share."""
+        ranks, data, key = ticket.ranks, ticket.data, ticket.key
+        others, me = self._others(ranks), ranks.index(self.rank)
+        for i, segment in enumerate(ticket.segments):
+            for k, r in enumerate(ranks):
+                if r != self.rank:
+                    part = data[segment.share(k)].data
+                    transfer.outgoing.append(_Outgoing((r,), ticket.serial, 2 * i, part))
+        for i, segment in enumerate(ticket.segments):
+            dtype, mine, start = segment.reduction.dtype, segment.share(me), segment.bounds[0]
+            shift = mine.start if ticket.keeps_shares else start
+            size = (mine.stop if ticket.keeps_shares else segment.bounds[-1]) - shift
+            result = np.empty(size, np.uint8)
+            operands = []
+            for k, r in enumerate(ranks):
+                operand = data[mine]
+                if r != self.rank:
+                    serial = ticket.posts[r].serial
+                    operand = np.empty(mine.stop - mine.start, np.uint8)
+                    transfer.incoming[r, serial, 2 * i] = _Incoming(operand, key)
+                    if not ticket.keeps_shares:
+                        share = segment.share(k)
+                        target = result[share.start - shift : share.stop - shift]
+                        transfer.incoming[r, serial, 2 * i + 1] = _Incoming(target, key)
+                operands.append(operand.view(dtype))
+            own = result[mine.start - shift : mine.stop - shift]
+            transfer.parts.append(result)
+            transfer.shares.append((operands, own.view(dtype)))
+            if others and not ticket.keeps_shares:
+                transfer.returns.append(_Outgoing(others, ticket.serial, 2 * i + 1, own.data))
+
+    def _reduce_small(self, tickets: Sequence[Ticket]) -> None:
+        """[3] All operands are here; calls that are reduced alike are reduced as one.
+
+        The operands are left as they are, so doing this twice does no harm.
+        """
+        plain = [t for t in tickets if len(t.segments) == 1 and not t.keeps_shares]
+        reduction = tickets[0].segments[0].reduction
+        joined = []
+        for k in range(reduction.num_ranks):
+            inlines = [ticket.posts[ticket.ranks[k]].inline or b"" for ticket in plain]
+            joined.append(np.frombuffer(b"".join(inlines), reduction.dtype))
+        whole = self._reduce(reduction, joined).view(np.uint8)
+        start = 0
+        for ticket in plain:
+            stop = start + ticket.data.size
+            # A copy, so that who keeps one result does not keep all of them.
+            ticket.parts = [whole[start:stop].copy() if len(plain) > 1 else whole]
+            start = stop
+        for ticket in tickets:
+            if len(ticket.segments) > 1 or ticket.keeps_shares:
+                ticket.parts = self._reduce_segments(ticket)
+            self._count(ticket)
+            self._retire(ticket)
+
+    def _reduce_segments(self, ticket: Ticket) -> list[Array]:
+        me = ticket.ranks.index(self.rank)
+        inlines = [np.frombuffer(ticket.posts[r].inline or b"", np.uint8) for r in ticket.ranks]
+        parts = []
+        for segment in ticket.segments:
+            piece = segment.share(me) if ticket.keeps_shares else segment.whole
+            operands = [inline[piece].view(segment.reduction.dtype) for inline in inlines]
+            parts.append(self._reduce(segment.reduction, operands).view(np.uint8))
+        return parts
+
+    def _reduce(self, reduction: Reduction, operands: list[Array]) -> Array:
+        out = np.empty_like(operands[0])
+        run(blocked_steps(reduction, operands, [out], self._block_elements))
+        return out
 
     def _move(self, ticket: Ticket, transfer: _Transfer) -> bool:
         moved = False
         for outgoing in transfer.outgoing:
             moved = outgoing.pump(self.control) or moved
-        if transfer.share is not None and ticket.reduction is not None:
-            if not all(inc.complete for key, inc in transfer.incoming.items() if key[2] == 0):
+        if not transfer.is_reduced:
+            operands_here = (s for (_, _, stage), s in transfer.incoming.items() if stage % 2 == 0)
+            if not all(stream.complete for stream in operands_here):
                 return moved
-            out = transfer.share.view(ticket.reduction.dtype)
-            # The operands are left as they are, so doing this twice does no harm.
-            run(blocked_steps(ticket.reduction, transfer.operands, [out], self._block_elements))
-            if transfer.returns is not None:
-                transfer.outgoing = [*transfer.outgoing, transfer.returns]
-                moved = transfer.returns.pump(self.control) or moved
-            else:
-                transfer.targets = [transfer.share]
-            transfer.share = None
+            for segment, (operands, own) in zip(ticket.segments, transfer.shares, strict=True):
+                # The operands are left as they are, so doing this twice does no harm.
+                run(blocked_steps(segment.reduction, operands, [own], self._block_elements))
+            transfer.outgoing = [*transfer.outgoing, *transfer.returns]
+            transfer.is_reduced = moved = True
+            for outgoing in transfer.returns:
+                outgoing.pump(self.control)
         return moved
 
-    def _is_complete(self, transfer: _Transfer, others: tuple[int, ...]) -> bool:
+    def _is_complete(self, ticket: Ticket, transfer: _Transfer) -> bool:
         return (
-            transfer.share is None
+            transfer.is_reduced
             and all(incoming.complete for incoming in transfer.incoming.values())
             and all(outgoing.complete for outgoing in transfer.outgoing)
-            and self.control.flushed(others)
+            and (not transfer.outgoing or self.control.flushed(self._others(ticket.ranks)))
         )
 
-    def _retire(self, key: tuple[int, str], ticket: Ticket) -> None:
+    def _retire(self, ticket: Ticket) -> None:
         """The call is over; every line bears being run twice."""
         ticket.done = True
         for r, post in ticket.posts.items():
-            self._announced.discard((r, post.serial))
-            for stage in (0, 1):
-                self._incoming.pop((r, post.serial, stage), None)
-                self._early.pop((r, post.serial, stage), None)
-        rest = [other for other in self._tickets.get(key, ()) if other is not ticket]
-        if rest:
-            self._tickets[key] = rest
-        else:
-            self._tickets.pop(key, None)
-            if not any(self._posts.get(key, {}).values()):
-                self._posts.pop(key, None)
+            if post.inline is None:
+                self._announced.discard((r, post.serial))
+                for stage in range(2 * max(1, len(ticket.segments))):
+                    self._incoming.pop((r, post.serial, stage), None)
+                    self._early.pop((r, post.serial, stage), None)
         ticket.transfer = None
+        meeting = self._meetings.get(ticket.key)
+        if meeting is not None:
+            if len(meeting.tickets) > 1:
+                meeting.tickets = [other for other in meeting.tickets if other is not ticket]
+            elif ticket in meeting.tickets:
+                meeting.tickets = []
+            if not meeting.tickets and not any(meeting.posts.values()):
+                self._meetings.pop(ticket.key, None)
 
     def exchange(self, set_id: int, ranks: tuple[int, ...], what: str, value: Any) -> list[Any]:
         """Everybody's `value`, in rank order; internal calls, matched by a count of their own.
@@ -489,7 +677,6 @@ class Matcher:
         Collective:
             All of `ranks`, in the same order among calls with the same `what`.
         """
-        self.progress.check_free(what)  # before the call is counted
         return list(self.call(self.object_ticket(set_id, ranks, what, value)))
 
     def object_ticket(
@@ -497,15 +684,14 @@ class Matcher:
     ) -> Ticket:
         """The call behind `exchange()`, for those who submit it and wait later."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
-        name = "\0" + (name or self.unnamed(set_id, "\0" + what))
         return Ticket(
             set_id,
             ranks,
-            name,
+            name and "\0" + name,
             (("kind", what),),
             data,
-            place=separate,
-            finish=lambda parts: [pickle.loads(part.data) for part in parts],
+            lambda parts: [pickle.loads(part.data) for part in parts],
+            counted_as="\0" + what,
         )
 
     def agree(
@@ -542,6 +728,21 @@ class Matcher:
         check_words(what, ranks, [text for text, _ in said])
         if len({d for _, d in said}) > 1:
             check_contents(what, ranks, self.exchange(set_id, ranks, what, items))
+
+
+def _name_of(kind: str, count: int) -> str:
+    return f"{kind}.noname.{count}"
+
+
+@lru_cache(4096)
+def _wire(signature: Signature) -> bytes:
+    """As it travels: without references, so that equal signatures are equal bytes."""
+    return marshal.dumps(signature, 2)
+
+
+@lru_cache(1024)
+def _without(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(r for r in ranks if r != rank)
 
 
 def word_of(error: Exception | None) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.bucket import native
-from hvdlite.collectives import call_name, check_root
+from hvdlite.calls import check_name, check_root
 from hvdlite.context import Context, current
 from hvdlite.negotiation import Ticket, check_contents, check_words, separate, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
@@ -93,6 +93,7 @@ def _exchange(
             data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         except Exception as exc:
             error = exc  # whatever __reduce__ raises; raised below, once all ranks know
+    check_name(kind, name)
     word = word_of(error)
     said: list[tuple[str | None, int]] = []
 
@@ -103,11 +104,11 @@ def _exchange(
     ticket = Ticket(
         set_id,
         ranks,
-        call_name(context, set_id, kind, name),
+        name,
         (("kind", kind),),
         np.frombuffer(data, np.uint8),
+        lambda parts: parts,
         place=place,
-        finish=lambda parts: parts,
         extra=(word and word[:200], root),
     )
     parts = context.matcher.call(ticket)
@@ -192,8 +193,7 @@ class ParameterBroadcast:
                 f"\0{name}.{k}",
                 (("kind", "broadcast_parameters"),),
                 np.empty(0, np.uint8),
-                place=separate,
-                finish=lambda parts: parts[ranks.index(root)],
+                lambda parts: parts[ranks.index(root)],
             )
             for k in range(num_packs)
         ]
@@ -216,7 +216,7 @@ class ParameterBroadcast:
             if not self._is_root:
                 _unpack(received, pack)
             self._next += 1
-            ticket.parts, ticket.result = [], None  # the memory of one pack at a time
+            ticket.result = None  # the memory of one pack at a time
 
 
 def named_arrays(params: Any, what: str) -> dict[str, Array]:

@@ -15,15 +15,15 @@ from hvdlite import log
 from hvdlite.arithmetic import check_reducible
 from hvdlite.backends.base import Stream
 from hvdlite.bucket import Plan, TensorSpec, native, spec_of
-from hvdlite.collectives import Compression, check_compression, check_op
+from hvdlite.compression import Compression, check_compression
 from hvdlite.context import Context, current
-from hvdlite.errors import BackendUnavailableError, ConfigError
+from hvdlite.errors import BackendUnavailableError, ConfigError, HvdliteError
 from hvdlite.fusion import GradientViews
 from hvdlite.negotiation import check_words, word_of
 from hvdlite.objects import ParameterBroadcast, check_writable, describe_arrays, named_arrays
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.reducer import Reducer, ReducerOptions
-from hvdlite.types import Array, ReduceOp, parse_bytes
+from hvdlite.types import Array, ReduceOp, parse_bytes, parse_op
 
 _WHAT: Final = "DistributedOptimizer"
 
@@ -163,7 +163,11 @@ class DistributedOptimizer:
         pinned: Plan | None = None
         error: Exception | None = None
         try:
-            check_compression(compression, _WHAT)
+            if check_compression(compression, _WHAT) is not Compression.none:
+                raise HvdliteError(
+                    f"{_WHAT}: compression comes with a later version of hvdlite; use "
+                    "Compression.none, or compress in allreduce()"
+                )
             options = _read_options(
                 context,
                 op,
@@ -595,7 +599,9 @@ def _read_options(
         fusion_threshold = 0
     elif param_pack_thd is not None:
         fusion_threshold = param_pack_thd
-    reduce_op = check_op(ReduceOp.AVERAGE if op is None else op, _WHAT)
+    reduce_op = parse_op(ReduceOp.AVERAGE if op is None else op)
+    if reduce_op is ReduceOp.ADASUM:
+        raise HvdliteError(f"{_WHAT}: Adasum comes with a later version of hvdlite; use Average")
     if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(
             f"{_WHAT}: op={reduce_op.name.title()}: gradients are reduced by Average or Sum"

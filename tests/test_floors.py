@@ -12,13 +12,13 @@ FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
 # Lowest first.  A file may import from the floors below, and on its own floor from those before it.
 FLOORS = {
     "words": "errors types log config",
-    "machine": "arrays arithmetic",
+    "machine": "arrays arithmetic adasum handle",
     "backends": "backends.segment backends.base backends.page backends.local backends.shm "
     "backends.mpi backends",
-    "groups": "topology process_set bucket fusion",
+    "groups": "topology process_set bucket fusion compression.base compression.cast compression",
     "engine": "progress negotiation reducer",
     "root": "exits context",
-    "verbs": "queries collectives objects data optimizer",
+    "verbs": "queries calls collectives objects data optimizer",
     "doors": "hvdlite __main__",
 }
 ORDER = [name for floor in FLOORS.values() for name in floor.split()]

@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from hvdlite import Compression
 from ranks import assert_all
 from training import Recorder, assert_equal, gradient, mean, zeros
 
@@ -93,8 +94,8 @@ OPTIMIZERS = {
     "op=17": ((Recorder(), params()), {"op": 17}, ValueError),
     "op=median": ((Recorder(), params()), {"op": "median"}, ValueError),
     "op=Adasum": ((Recorder(), params()), {"op": "Adasum"}, "HvdliteError"),
-    "compression=fp16": ((Recorder(), params()), {"compression": "fp16"}, "HvdliteError"),
-    "compression=zip": ((Recorder(), params()), {"compression": "zip"}, ValueError),
+    "compression=fp16": ((Recorder(), params()), {"compression": Compression.fp16}, "HvdliteError"),
+    "compression=zip": ((Recorder(), params()), {"compression": "zip"}, TypeError),
     "passes=0": ((Recorder(), params()), {"backward_passes_per_step": 0}, ValueError),
     "passes=True": ((Recorder(), params()), {"backward_passes_per_step": True}, ValueError),
     "passes=2": ((Recorder(), params()), {"backward_passes_per_step": 2}, MISMATCH),
@@ -343,7 +344,7 @@ ALONE = {
     "allreduce texts": ("allreduce", (np.array(["x"]),), {}, TypeError),
     "allreduce None": ("allreduce", (None,), {}, TypeError),
     "allreduce op": ("allreduce", (1.0,), {"op": "median"}, ValueError),
-    "allreduce Adasum": ("allreduce", (1.0,), {"op": "adasum"}, Exception),
+    "allreduce Adasum": ("allreduce", (1,), {"op": "adasum"}, TypeError),
     "allreduce Average of bool": ("allreduce", (np.zeros(3, bool),), {}, TypeError),
     "allreduce Min of complex": ("allreduce", (np.zeros(3, complex),), {"op": "min"}, TypeError),
     "allreduce prescale": ("allreduce", (1.0,), {"prescale_factor": float("inf")}, ValueError),
@@ -353,7 +354,7 @@ ALONE = {
     "allreduce inner name": ("allreduce", (1.0,), {"name": "\0replan"}, ValueError),
     "allreduce surrogate": ("allreduce", (1.0,), {"name": "\udc80"}, ValueError),
     "allreduce huge name": ("allreduce", (1.0,), {"name": "x" * 10_000}, ValueError),
-    "allreduce compression": ("allreduce", (1.0,), {"compression": "fp16"}, Exception),
+    "allreduce compression": ("allreduce", (1.0,), {"compression": "fp16"}, TypeError),
     "allreduce set": ("allreduce", (1.0,), {"process_set": [0]}, TypeError),
     "allgather 0-d": ("allgather", (np.zeros(()),), {}, ValueError),
     "allgather scalar": ("allgather", (1.0,), {}, ValueError),

@@ -225,7 +225,7 @@ def test_optimizers_of_overlapping_sets_stepped_in_another_order(hvd):
 
 def test_named_calls_submitted_and_awaited_in_any_order_over_overlapping_sets(hvd):
     from hvdlite.arithmetic import Reduction
-    from hvdlite.negotiation import Ticket, separate
+    from hvdlite.negotiation import Ticket, even_segment
 
     size, rank, matcher = hvd.size(), hvd.rank(), hvd.current().matcher
     low, high = list(range(size - 1)), list(range(1, size))
@@ -245,9 +245,8 @@ def test_named_calls_submitted_and_awaited_in_any_order_over_overlapping_sets(hv
                         f"{turn}.{k}",
                         (("count", count),),
                         data.view(np.uint8),
-                        place=separate,
-                        finish=lambda parts: parts[0].view(np.float64),
-                        reduction=reduction,
+                        lambda parts: parts[0].view(np.float64),
+                        segments=[even_segment(reduction, 0, data.nbytes)],
                     )
                     calls.append((k, ps, ticket))
             rng.shuffle(calls)

@@ -1,0 +1,457 @@
+"""How a collective on arrays becomes a call of the matching layer: what is compared, sent, made.
+
+Every function checks what one rank can see alone, before anything is stored or sent, and returns a
+`Ticket` and the layer to hand it to.  Whether somebody waits for it is the verbs' business.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from hvdlite.adasum import adasum, check_adasum
+from hvdlite.arithmetic import Reduction, check_reducible
+from hvdlite.arrays import dtype_name, store_into, to_numpy
+from hvdlite.compression import Compression, Compressor, check_compression
+from hvdlite.context import current
+from hvdlite.negotiation import Matcher, Segment, Signature, Ticket, even_segment
+from hvdlite.process_set import ProcessSet
+from hvdlite.types import Array, ReduceOp, parse_op
+
+Call = tuple[Matcher, Ticket]
+
+_ALIGN = 16  # bytes; where each tensor of a group begins
+_NOTHING = np.empty(0, np.uint8)
+
+
+def reduce_call(
+    kind: str,
+    arrays: Any,
+    op: ReduceOp | str,
+    name: str | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: object,
+    process_set: ProcessSet,
+    *,
+    grouped: bool = False,
+    in_place: bool = False,
+    scatters: bool = False,
+) -> Call:
+    """Allreduce and reducescatter, of one array or of a group; see `hvdlite.allreduce`."""
+    context = current()
+    reduce_op = op if type(op) is ReduceOp else parse_op(op)
+    set_id, ranks = context.members(process_set, kind)
+    label = check_name(kind, name)
+    listed = _listed(arrays, label) if grouped else (arrays,)
+    prescale = _finite(prescale_factor, "prescale_factor", label)
+    postscale = _finite(postscale_factor, "postscale_factor", label)
+    compressor = check_compression(compression, label)
+    operands, makers = [], []
+    for array in listed:
+        operand, make = _operand(array, label, compressor, in_place)
+        if reduce_op is ReduceOp.ADASUM:
+            check_adasum(operand.dtype, label)
+        else:
+            check_reducible(reduce_op, operand.dtype, label, prescale, postscale)
+        if scatters and operand.ndim == 0:
+            raise ValueError(f"{label}: a 0-d array has no rows to scatter; pass one of shape (1,)")
+        operands.append(operand)
+        makers.append(make)
+    signature = (
+        ("kind", kind),
+        *_described(operands, grouped),
+        ("op", reduce_op.name.title()),
+        ("prescale_factor", prescale),
+        ("postscale_factor", postscale),
+    )
+    data, starts = _joined(operands)
+    me, n = ranks.index(context.rank), len(ranks)
+    if not operands:  # an empty group is compared, too
+        return context.matcher, Ticket(set_id, ranks, name, signature, data, lambda _: [])
+
+    def finish(arrays: Sequence[Array]) -> Any:
+        results = [make(result) for make, result in zip(makers, arrays, strict=True)]
+        return results if grouped else results[0]
+
+    if reduce_op is ReduceOp.ADASUM:
+        if scatters:
+            raise ValueError(f"{label}: reducescatter has no Adasum; use Average or Sum")
+
+        def combine(parts: Sequence[Array]) -> Any:
+            members = [_cut(part, starts, operands) for part in parts]
+            return finish([adasum(t, prescale, postscale) for t in zip(*members, strict=True)])
+
+        return context.matcher, Ticket(set_id, ranks, name, signature, data, combine)
+    if scatters:
+        rows = [even_rows(operand.shape[0], n) for operand in operands]
+        segments = [
+            Segment(
+                _reduction(reduce_op, operand.dtype, n, prescale, postscale),
+                tuple(start + end * _row_bytes(operand) for end in accumulate(counts, initial=0)),
+            )
+            for operand, start, counts in zip(operands, starts, rows, strict=True)
+        ]
+
+        def cut(parts: Sequence[Array]) -> Any:
+            return finish(
+                [
+                    part.view(operand.dtype).reshape(counts[me], *operand.shape[1:])
+                    for part, operand, counts in zip(parts, operands, rows, strict=True)
+                ]
+            )
+
+        ticket = Ticket(
+            set_id, ranks, name, signature, data, cut, segments=segments, keeps_shares=True
+        )
+        return context.matcher, ticket
+    if not grouped:
+        operand = operands[0]
+        reduction = _reduction(reduce_op, operand.dtype, n, prescale, postscale)
+        make, shape, dtype = makers[0], operand.shape, operand.dtype
+        ticket = Ticket(
+            set_id,
+            ranks,
+            name,
+            signature,
+            data,
+            lambda parts: make(parts[0].view(dtype).reshape(shape)),
+            segments=(even_segment(reduction, 0, data.size),),
+        )
+        return context.matcher, ticket
+    segments = []
+    for first, last in _runs(operands):  # neighbours of one dtype are reduced as one
+        reduction = _reduction(reduce_op, operands[first].dtype, n, prescale, postscale)
+        stop = starts[last] + operands[last].nbytes
+        segments.append(even_segment(reduction, starts[first], stop))
+
+    def separate_again(parts: Sequence[Array]) -> Any:
+        whole = _NOTHING
+        if parts:
+            whole = np.empty(data.size, np.uint8)
+            for part, segment in zip(parts, segments, strict=True):
+                whole[segment.whole] = part
+        return finish(_cut(whole, starts, operands))
+
+    return context.matcher, Ticket(
+        set_id, ranks, name, signature, data, separate_again, segments=segments
+    )
+
+
+def gather_call(
+    kind: str, arrays: Any, name: str | None, process_set: ProcessSet, *, grouped: bool = False
+) -> Call:
+    """Allgather of one array or of a group; see `hvdlite.allgather`."""
+    context = current()
+    set_id, ranks = context.members(process_set, kind)
+    label = check_name(kind, name)
+    listed = _listed(arrays, label) if grouped else (arrays,)
+    operands, restores = [], []
+    for array in listed:
+        operand, restore = to_numpy(array, label)
+        _check_rows(operand, label, "gather")
+        operands.append(operand)
+        restores.append(restore)
+    signature = (("kind", kind), *_described(operands, grouped, first_may_differ=True))
+    if not grouped:
+        rows, restore = operands[0], restores[0]
+        whole: list[Array] = []
+
+        def place(sizes: Sequence[int], counts: Sequence[Any]) -> list[Array]:
+            whole[:] = [np.empty((sum(counts), *rows.shape[1:]), rows.dtype)]
+            flat = as_bytes(whole[0])
+            return [flat[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+
+        ticket = Ticket(
+            set_id,
+            ranks,
+            name,
+            signature,
+            as_bytes(rows),
+            lambda _: restore(whole[0]),
+            place=place,
+            extra=rows.shape[0],
+        )
+        return context.matcher, ticket
+    counts: list[Sequence[int]] = []
+
+    def place_group(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
+        counts[:] = extras
+        return [np.empty(size, np.uint8) for size in sizes]
+
+    def finish(parts: Sequence[Array]) -> list[Any]:
+        pieces: list[list[Array]] = [[] for _ in operands]
+        for part, rows_of in zip(parts, counts, strict=True):
+            start = 0
+            for operand, n, found in zip(operands, rows_of, pieces, strict=True):
+                size = n * _row_bytes(operand)
+                piece = part[start : start + size].view(operand.dtype)
+                found.append(piece.reshape(n, *operand.shape[1:]))
+                start += -(-size // _ALIGN) * _ALIGN
+        return [
+            restore(np.concatenate(found)) for restore, found in zip(restores, pieces, strict=True)
+        ]
+
+    ticket = Ticket(
+        set_id,
+        ranks,
+        name,
+        signature,
+        _joined(operands)[0],
+        finish,
+        place=place_group,
+        extra=tuple(operand.shape[0] for operand in operands),
+    )
+    return context.matcher, ticket
+
+
+def broadcast_call(
+    array: Any,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
+) -> Call:
+    """Broadcast; see `hvdlite.broadcast`."""
+    context = current()
+    set_id, ranks = context.members(process_set, "broadcast")
+    label = check_name("broadcast", name)
+    pattern, restore = to_numpy(array, label)
+    make = store_into(array, label) if in_place else restore
+    root = check_root(root_rank, ranks, label)
+    signature = (("kind", "broadcast"), *_described([pattern], False), ("root_rank", root))
+    is_root, at = context.rank == root, ranks.index(root)
+
+    def finish(parts: Sequence[Array]) -> Any:
+        if is_root and in_place:
+            return array
+        return make(parts[at].view(pattern.dtype).reshape(pattern.shape))
+
+    data = as_bytes(pattern) if is_root else _NOTHING
+    return context.matcher, Ticket(set_id, ranks, name, signature, data, finish)
+
+
+def alltoall_call(array: Any, splits: Any, name: str | None, process_set: ProcessSet) -> Call:
+    """Alltoall; see `hvdlite.alltoall`."""
+    context = current()
+    set_id, ranks = context.members(process_set, "alltoall")
+    label = check_name("alltoall", name)
+    rows, restore = to_numpy(array, label)
+    _check_rows(rows, label, "exchange")
+    counts = _check_splits(splits, rows.shape[0], len(ranks), label)
+    signature = (("kind", "alltoall"), *_described([rows], False, first_may_differ=True))
+    row_bytes, me = _row_bytes(rows), ranks.index(context.rank)
+    received: list[int] = []
+    whole: list[Array] = []
+
+    def pick(counts: Any, k: int) -> slice:
+        start = sum(counts[:k])
+        return slice(start * row_bytes, (start + counts[k]) * row_bytes)
+
+    def place(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
+        received[:] = [counts[me] for counts in extras]
+        whole[:] = [np.empty((sum(received), *rows.shape[1:]), rows.dtype)]
+        flat = as_bytes(whole[0])
+        return [flat[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+
+    def finish(_: Sequence[Array]) -> Any:
+        result = restore(whole[0])
+        return result if splits is None else (result, np.array(received, np.int32))
+
+    ticket = Ticket(
+        set_id,
+        ranks,
+        name,
+        signature,
+        as_bytes(rows),
+        finish,
+        place=place,
+        pick=pick,
+        extra=counts,
+    )
+    return context.matcher, ticket
+
+
+def barrier_call(process_set: ProcessSet) -> Call:
+    """Barrier; see `hvdlite.barrier`."""
+    context = current()
+    set_id, ranks = context.members(process_set, "barrier")
+    signature = (("kind", "barrier"),)
+    return context.matcher, Ticket(set_id, ranks, None, signature, _NOTHING, lambda _: None)
+
+
+# ---- what is checked -----------------------------------------------------------------------------
+
+
+def check_name(kind: str, name: object) -> str:
+    """Name the call in messages.
+
+    Raises:
+        ValueError: The user's name is no string that can be sent.
+    """
+    if name is None:
+        return kind
+    if not isinstance(name, str) or not name or name[0] == "\0":
+        raise ValueError(f"{kind}: name must be a non-empty string, got {name!r}")
+    return f"{kind} {name!r}"
+
+
+def check_root(root_rank: object, ranks: Sequence[int], what: str) -> int:
+    """The root as an int.
+
+    Raises:
+        ValueError: It is no member of the set.
+        TypeError: It is no int.
+    """
+    if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
+        raise TypeError(f"{what}: root_rank is a world rank, an int; got {root_rank!r}")
+    root = int(root_rank)
+    if root not in ranks:
+        raise ValueError(f"{what}: root_rank {root} is not among the ranks {list(ranks)}")
+    return root
+
+
+def even_rows(num_rows: int, n: int) -> tuple[int, ...]:
+    """So many rows over n ranks: the first ones get one more."""
+    return tuple(num_rows // n + (k < num_rows % n) for k in range(n))
+
+
+def as_bytes(array: Array) -> Array:
+    """A C-contiguous array's memory, 1-D uint8, not copied."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _listed(arrays: Any, what: str) -> tuple[Any, ...]:
+    if isinstance(arrays, str | bytes | dict) or not isinstance(arrays, Iterable):
+        raise TypeError(f"{what}: a group is a list of arrays, got {type(arrays).__name__}")
+    return tuple(arrays)
+
+
+def _finite(value: object, label: str, what: str) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{what}: {label} is a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what}: {label} must be finite, got {value!r}")
+    return number
+
+
+def _check_rows(array: Array, what: str, verb: str) -> None:
+    if array.ndim == 0:
+        raise ValueError(f"{what}: a 0-d array has no rows to {verb}; pass one of shape (1,)")
+
+
+def _check_splits(splits: Any, num_rows: int, n: int, what: str) -> tuple[int, ...]:
+    """Rows for each member."""
+    if splits is None:
+        if num_rows % n:
+            raise ValueError(
+                f"{what}: {num_rows} rows do not divide by {n} ranks; pass splits=[...]"
+            )
+        return (num_rows // n,) * n
+    found, _ = to_numpy(np.asarray(splits) if isinstance(splits, list | tuple) else splits, what)
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+        raise ValueError(f"{what}: splits is a 1-D list of integers, got {splits!r}")
+    counts = tuple(int(count) for count in found)
+    if len(counts) != n:
+        raise ValueError(f"{what}: splits has {len(counts)} entries for {n} ranks")
+    if min(counts) < 0 or sum(counts) > num_rows:
+        raise ValueError(
+            f"{what}: splits must be >= 0 and add up to at most the {num_rows} rows, got "
+            f"{list(counts)}"
+        )
+    return counts
+
+
+# ---- what is compared and sent -------------------------------------------------------------------
+
+
+def _operand(
+    array: Any, what: str, compressor: type[Compressor], in_place: bool
+) -> tuple[Array, Callable[[Array], Any]]:
+    """What travels of an array, and how the caller's result is made of what comes back."""
+    operand, restore = to_numpy(array, what)
+    make = store_into(array, what) if in_place else restore
+    if compressor is Compression.none:
+        return operand, make
+    compressed, context = compressor.compress(operand)
+    if not isinstance(compressed, np.ndarray):
+        raise TypeError(
+            f"{what}: {compressor.__name__}.compress must return (array, context), got "
+            f"{type(compressed).__name__}"
+        )
+    shape, dtype = operand.shape, operand.dtype
+
+    def decompress(result: Array) -> Any:
+        made = np.asarray(compressor.decompress(result, context))
+        if made.shape != shape or made.dtype != dtype:
+            raise ValueError(
+                f"{what}: {compressor.__name__}.decompress returned shape {made.shape}, dtype "
+                f"{made.dtype} for an array of shape {shape}, dtype {dtype}"
+            )
+        return make(made)
+
+    return to_numpy(compressed, what)[0], decompress
+
+
+def _described(
+    operands: Sequence[Array], grouped: bool, *, first_may_differ: bool = False
+) -> Signature:
+    """Dtype and shape of each, as fields of a signature."""
+    fields: list[tuple[str, Any]] = []
+    if grouped:
+        fields.append(("number of arrays", len(operands)))
+    for k, operand in enumerate(operands):
+        of = f" of array {k}" if grouped else ""
+        fields.append((f"dtype{of}", dtype_name(operand.dtype)))
+        if first_may_differ:
+            fields.append((f"number of dimensions{of}", operand.ndim))
+            fields.append((f"shape after the first dimension{of}", operand.shape[1:]))
+        else:
+            fields.append((f"shape{of}", operand.shape))
+    return tuple(fields)
+
+
+def _joined(operands: Sequence[Array]) -> tuple[Array, list[int]]:
+    """All of them in one piece of memory, and where each begins; one alone stays where it is."""
+    if len(operands) == 1:
+        return as_bytes(operands[0]), [0]
+    starts = list(accumulate((-(-o.nbytes // _ALIGN) * _ALIGN for o in operands), initial=0))
+    data = np.zeros(starts[-1], np.uint8)
+    for operand, start in zip(operands, starts, strict=False):
+        data[start : start + operand.nbytes] = as_bytes(operand)
+    return data, starts[:-1]
+
+
+def _cut(data: Array, starts: Sequence[int], operands: Sequence[Array]) -> list[Array]:
+    """The arrays of joined memory, each a copy: who keeps one does not keep all."""
+    return [
+        data[start : start + o.nbytes].view(o.dtype).reshape(o.shape).copy()
+        for start, o in zip(starts, operands, strict=True)
+    ]
+
+
+def _runs(operands: Sequence[Array]) -> list[tuple[int, int]]:
+    """First and last of each run of equal dtypes."""
+    if not operands:
+        return []
+    firsts = [k for k, o in enumerate(operands) if k == 0 or operands[k - 1].dtype != o.dtype]
+    return list(zip(firsts, [k - 1 for k in firsts[1:]] + [len(operands) - 1], strict=True))
+
+
+def _row_bytes(array: Array) -> int:
+    return math.prod(array.shape[1:]) * array.dtype.itemsize
+
+
+@lru_cache(256)
+def _reduction(
+    op: ReduceOp, dtype: np.dtype[Any], n: int, prescale: float, postscale: float
+) -> Reduction:
+    """One object for all that is reduced alike, so that small calls can be reduced together."""
+    return Reduction(op, dtype, n, prescale, postscale)
