@@ -11,6 +11,7 @@
 Importing it loads neither MPI nor any framework; `init()` loads MPI.
 """
 
+from difflib import get_close_matches
 from typing import Any
 
 from hvdlite.bucket import Bucket, Plan
@@ -101,16 +102,29 @@ _LATER = frozenset(
 )
 
 
+class _Later:
+    """A name of the contract that this version lacks: says so when it is used."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise HvdliteError(
+            f"hvdlite.{self.__name__} comes with a later version; this is {__version__}"
+        )
+
+    def __getattr__(self, name: str) -> None:
+        if not name.startswith("__"):
+            self()
+        raise AttributeError(name)
+
+
 def __getattr__(name: str) -> Any:
-    """Names of the contract that this version lacks say so when they are called."""
     if name in _LATER:
-
-        def later(*_: object, **__: object) -> None:
-            raise HvdliteError(f"hvdlite.{name} comes with a later version; this is {__version__}")
-
-        later.__name__ = later.__qualname__ = name
-        return later
-    raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
+        return _Later(name)
+    near = get_close_matches(name, __all__, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"module 'hvdlite' has no attribute {name!r}{hint}")
 
 
 __all__ = [

@@ -62,6 +62,11 @@ def to_numpy(array: object, what: str) -> tuple[Array, Restore]:
         )
     kind = type(array).__name__
     hint = "; numpy.asarray() makes an array of a list" if isinstance(array, list | tuple) else ""
+    if array is None:
+        hint = (
+            "; every rank passes an array of the right shape and dtype, also where only the root's "
+            "values count (broadcast_object() asks for none)"
+        )
     raise TypeError(f"{what}: expected {_ACCEPTED}, got {kind}{hint}")
 
 

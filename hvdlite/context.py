@@ -11,7 +11,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -377,6 +377,8 @@ def init(
     global _current, _was_shut_down
     if _current is not None:
         context = current()
+        if config is not None:
+            _tell_what_stays(Config.resolve(config, os.environ), context.config)
         known = {ps.ranks for ps in context.process_sets.values()}
         for new in process_sets:
             made = new if isinstance(new, ProcessSet) else ProcessSet(new)
@@ -403,6 +405,20 @@ def init(
         raise
     topology.warn_of_traps(context.topology, context.threads_multiple, os.environ)
     return context
+
+
+def _tell_what_stays(asked: Config, settings: Config) -> None:
+    """A second `init()` changes no setting; say so, if it asks for another value."""
+    kept = [
+        f"{field.name}={getattr(settings, field.name)!r} (not {getattr(asked, field.name)!r})"
+        for field in fields(Config)
+        if getattr(asked, field.name) != getattr(settings, field.name)
+    ]
+    if kept:
+        log.logger.warning(
+            "init() was called before, and its settings stay: %s; call shutdown() first",
+            ", ".join(kept),
+        )
 
 
 def _refuse_what_comes_later(settings: Config) -> None:

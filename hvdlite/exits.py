@@ -187,9 +187,10 @@ class Exits:
             self._on_leave()
             return
         text = f"exit code {code}"
-        if not isinstance(self._code, int):  # Python has printed it above
-            text += f": {_shorten(str(self._code))}"
-        self._end(f"{text} of sys.exit(), ending the job", "MainThread", text, code)
+        # Python has printed above what is no code.
+        words = "" if isinstance(self._code, int) else f": {_shorten(str(self._code))}"
+        head = f"{text} of sys.exit(), ending the job{words}"
+        self._end(head, "MainThread", text + words, code)
 
     def _fail(
         self, kind: type[BaseException], exc: BaseException, tb: TracebackType | None, thread: str

@@ -1,11 +1,13 @@
 """The fusion buffer: the memory that a plan's buckets are packed into, and its persistent views."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
 from hvdlite.bucket import Plan, TensorSpec
+from hvdlite.errors import UnknownNameError
 from hvdlite.types import Array
 
 
@@ -67,16 +69,21 @@ class GradientViews(Mapping[str, Array]):
         self._views = views
 
     def __getitem__(self, name: str) -> Array:
-        return self._views()[name]
+        views = self._views()
+        if name not in views:
+            near = get_close_matches(str(name), views, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UnknownNameError(f"opt.grads: this rank has no parameter {name!r}{hint}")
+        return views[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Copy into the slot; the slot itself, which `+=` puts back, is left as it is.
 
         Raises:
-            KeyError: No such name on this rank.
+            UnknownNameError: No such name on this rank; a KeyError.
             ValueError: Another shape or dtype.
         """
-        view = self._views()[name]
+        view = self[name]
         if value is view:
             return
         if np.shape(value) != view.shape or not np.can_cast(np.result_type(value), view.dtype):

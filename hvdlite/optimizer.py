@@ -430,6 +430,10 @@ class DistributedOptimizer:
             ConfigError: It is no such state.
             RuntimeError: Gradients of this step are under way.
         """
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"load_comm_state: expected what comm_state() returned, got {type(state).__name__}"
+            )
         try:
             num_steps, plan = int(state["num_steps"]), Plan.from_dict(state["plan"])
         except (KeyError, TypeError, ValueError) as exc:
@@ -439,6 +443,7 @@ class DistributedOptimizer:
         except ConfigError as exc:
             log.logger.info("load_comm_state: the plan is made anew (%s)", exc)
         self._reducer.num_steps = num_steps
+        self._broadcast = None  # one that was announced at another count, in a step that failed
 
     def close(self) -> None:
         """Give up communicating; local, waits for nobody.  The memory goes with its views."""
@@ -673,9 +678,8 @@ def _read_group(
     context: Context, group: Any, default: ProcessSet, ranks: tuple[int, ...]
 ) -> _Group:
     if not isinstance(group, Mapping) or "params" not in group:
-        raise TypeError(
-            f'{_WHAT}: a param group is a mapping with "params", got {type(group).__name__}'
-        )
+        found = f"one with {list(group)}" if isinstance(group, Mapping) else type(group).__name__
+        raise TypeError(f'{_WHAT}: a param group is a mapping with the key "params", got {found}')
     params = group["params"]
     if not isinstance(params, Mapping):
         params = list(named_arrays(params, _WHAT).items())

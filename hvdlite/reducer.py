@@ -41,6 +41,7 @@ import numpy as np
 from hvdlite import log
 from hvdlite.arithmetic import Step, run
 from hvdlite.backends.base import RankState, Stream, Work
+from hvdlite.backends.local import aligned_zeros
 from hvdlite.bucket import Plan, TensorSpec, merge_orders, native, plan_buckets
 from hvdlite.errors import (
     ConfigError,
@@ -56,7 +57,7 @@ from hvdlite.progress import Progress
 from hvdlite.types import Array, ReduceOp
 
 _FULL, _ERROR, _REPLAN = 1, 2, 4  # flags of a step record
-_RECORD = struct.Struct("=qqqdq")  # flags, step, digest of the plan, weight, length of the order
+_RECORD = struct.Struct("=qqqqdq")  # flags, step, applied, digest of plan, weight, order size
 # Then one presence bit a parameter, and with _REPLAN the readiness order as parameter numbers.
 
 _ORDER_DTYPE = np.dtype(np.uint32)
@@ -113,6 +114,7 @@ class _Record(NamedTuple):
 
     flags: int
     step: int
+    num_steps: int
     digest: int
     weight: float
     order_nbytes: int
@@ -254,6 +256,7 @@ class Reducer:
         self._buffer = FusionBuffer(
             plan, self._rank, self.stream.buffers, self._by_name, self._dtypes
         )
+        self._given = self._buffer  # what was handed out last
         views = self._buffer.views
         layouts = {q: plan.layout(q)[0] for q in self.stream.ranks}
         self._buckets: list[_BucketState] = []
@@ -388,8 +391,9 @@ class Reducer:
 
     def _announce(self, name: str, grad: Any, weight: float | None, by_step: bool = False) -> None:
         """[1] The general case: validate all, then store."""
-        slot = self._check_name(name)
-        source = self._check_gradient(slot, grad)
+        label = _label(name, by_step)
+        slot = self._check_name(name, label)
+        source = self._check_gradient(slot, grad, label)
         self._check_weight(weight)
         if source is None and self._in_no_sync:
             return  # this pass adds nothing
@@ -424,26 +428,24 @@ class Reducer:
                 self._checksums[name] = zlib.crc32(_bytes_of(view))
             self._complete(slot)
 
-    def _check_name(self, name: str) -> _Slot:
+    def _check_name(self, name: str, label: str) -> _Slot:
         self.check_usable()
         if self._phase in (_Phase.SYNCHRONIZED, _Phase.CLOSING):
-            raise RuntimeError(
-                f"grad_ready({name!r}): this step is already synchronized; call step() first"
-            )
+            raise RuntimeError(f"{label}: this step is already synchronized; call step() first")
         slot = self._slots.get(name)
         if slot is None:
             spec = self._by_name.get(name)
             if spec is not None:
                 raise ValueError(
-                    f"grad_ready({name!r}): rank {self._rank} is not in the process set of this "
+                    f"{label}: rank {self._rank} is not in the process set of this "
                     f"parameter's group, ranks {list(spec.ranks or ())}"
                 )
             near = get_close_matches(str(name), self._by_name, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UnknownNameError(f"grad_ready({name!r}): the optimizer has no such name{hint}")
+            raise UnknownNameError(f"{label}: the optimizer has no such name{hint}")
         if self._phase is _Phase.OPEN and (name in self._announced.closed or self._is_final(name)):
             raise ValueError(
-                f"grad_ready({name!r}): announced more often than backward_passes_per_step="
+                f"{label}: announced more often than backward_passes_per_step="
                 f"{self.options.passes} in this step; use no_sync() for passes that only accumulate"
             )
         return slot
@@ -452,7 +454,7 @@ class Reducer:
         """Whether the fast path has taken it in this step."""
         return name in self._touched and name not in self._announced.counts
 
-    def _check_gradient(self, slot: _Slot, grad: Any) -> Any:
+    def _check_gradient(self, slot: _Slot, grad: Any, label: str) -> Any:
         """What is to be stored: the array, ABSENT (it is in its view) or None."""
         if grad is None:
             return None
@@ -460,18 +462,16 @@ class Reducer:
             if self.options.views:
                 return ABSENT
             raise TypeError(
-                f"grad_ready({slot.name!r}): the gradient is missing; only with "
+                f"{label}: the gradient is missing; only with "
                 "gradient_as_bucket_view=True it is in opt.grads already"
             )
         if not isinstance(grad, np.ndarray | np.generic):
-            raise TypeError(
-                f"grad_ready({slot.name!r}): a gradient is a NumPy array, got {type(grad).__name__}"
-            )
+            raise TypeError(f"{label}: a gradient is a NumPy array, got {type(grad).__name__}")
         if self.options.views and _is_same_memory(grad, slot.view):
             return ABSENT
         if grad.shape != slot.shape or native(grad.dtype) != slot.dtype:
             raise ValueError(
-                f"grad_ready({slot.name!r}): gradient of shape {grad.shape} and dtype {grad.dtype}"
+                f"{label}: gradient of shape {grad.shape} and dtype {grad.dtype}"
                 f", but the parameter has shape {slot.shape} and dtype {slot.dtype}"
             )
         return grad
@@ -493,10 +493,13 @@ class Reducer:
     def _begin(self, weight: float, weight_given: bool = False) -> None:
         """Open a step: everything this rank had is forgotten, the slots are its own to fill."""
         self._on_begin()
+        poisons = self.options.poison and not self.options.views
+        if poisons:
+            self._given.poison()  # kept from the last step without a copy: now it shows
         if self._next_plan is not None:
             self._adopt(self._next_plan)
             self._next_plan = None
-        if self.options.poison and not self.options.views:
+        if poisons:
             self._buffer.poison()
         for bucket in self._buckets:
             bucket.left = len(bucket.names)
@@ -588,7 +591,9 @@ class Reducer:
         if self._is_recording and self._recorded:
             flags |= _REPLAN
             order = np.array([self._bits[n] for n in self._recorded], _ORDER_DTYPE).tobytes()
-        head = _RECORD.pack(flags, self._step, self._plan.digest, self._weight, len(order))
+        head = _RECORD.pack(
+            flags, self._step, self.num_steps, self._plan.digest, self._weight, len(order)
+        )
         if flags & _FULL and not order:
             return head
         bits = np.zeros(len(self._specs), np.bool_)
@@ -686,22 +691,22 @@ class Reducer:
             )
 
     def _read_records(self) -> list[_Record]:
-        records = []
-        for raw in self.stream.records():
-            flags, step, digest, weight, order_nbytes = _RECORD.unpack_from(raw)
-            records.append(_Record(flags, step, digest, weight, order_nbytes, raw[_RECORD.size :]))
-        return records
+        return [
+            _Record._make((*_RECORD.unpack_from(raw), raw[_RECORD.size :]))
+            for raw in self.stream.records()
+        ]
 
     def _evaluate(self, records: Sequence[_Record]) -> dict[str, Array]:
         """[5] The same verdict on every rank, from the same records; [6] the dict."""
         ranks = self.stream.ranks
         mine = records[ranks.index(self._rank)]
         for q, record in zip(ranks, records, strict=True):
-            if (record.step, record.digest) != (mine.step, mine.digest):
+            if record[1:4] != mine[1:4]:
                 raise HorovodInternalError(
                     f"ranks are at different steps or plans: rank {self._rank} at step {mine.step}"
-                    f", plan {mine.digest:x}; rank {q} at step {record.step}, plan "
-                    f"{record.digest:x}"
+                    f", {mine.num_steps} applied, plan {mine.digest:x}; rank {q} at step "
+                    f"{record.step}, {record.num_steps} applied, plan {record.digest:x}. After "
+                    "load_comm_state() every rank must have loaded the same state"
                 )
         if self._failure is not None:
             raise self._failure
@@ -710,13 +715,23 @@ class Reducer:
             raise HorovodInternalError(
                 f"step {mine.step}: failed on ranks {failed}, so on all; its gradients are dropped"
             )
-        result = dict(self._buffer.views)
+        result = dict(self._hand_out())
         if any(record.weight != 1.0 for record in records):
             weights = {q: record.weight for q, record in zip(ranks, records, strict=True)}
             self._drop_weightless(result, weights)
         if all(record.flags & _FULL for record in records):
             return result
         return self._drop_missing(result, records)
+
+    def _hand_out(self) -> Mapping[str, Array]:
+        """The reduced gradients: the slots; to be poisoned later, copies of them."""
+        self._given = self._buffer
+        if self.options.poison and not self.options.views:
+            copies = [aligned_zeros(region.size) for region in self.stream.buffers]
+            for copy, region in zip(copies, self.stream.buffers, strict=True):
+                copy[:] = region
+            self._given = FusionBuffer(self._plan, self._rank, copies, self._by_name, self._dtypes)
+        return self._given.views
 
     def _drop_weightless(self, result: dict[str, Array], weights: Mapping[int, float]) -> None:
         """Gradients whose ranks all have weight 0 count as had by none."""
@@ -811,14 +826,15 @@ class Reducer:
         for name, grad in grads.items():
             if (
                 self._phase is _Phase.SYNCHRONIZED
-                and name in self._slots
-                and (_is_same_memory(grad, self._slots[name].view))
+                and name in self._given.views
+                and _is_same_memory(grad, self._given.views[name])
             ):
                 continue  # from the dict that synchronize() returned
             if self._phase is not _Phase.IDLE and name in self._touched:
                 self._check_same(name, grad)
                 continue
-            self._check_gradient(self._check_name(name), grad)
+            label = _label(name, by_step=True)
+            self._check_gradient(self._check_name(name, label), grad, label)
             fresh[name] = grad
         if weight is not None:
             self._check_weight(weight)
@@ -941,6 +957,11 @@ class Reducer:
         """In a forked child: refuse every use, and leave the parent's shared memory alone."""
         self._is_closed = why
         self._open.clear()
+
+
+def _label(name: object, by_step: bool) -> str:
+    """Names the call in messages."""
+    return f"step(grads), {name!r}" if by_step else f"grad_ready({name!r})"
 
 
 def _bytes_of(view: Array) -> memoryview:

@@ -56,6 +56,13 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
     return None
 
 
+def _is_helper() -> bool:
+    """Whether multiprocessing has started this process."""
+    process = sys.modules.get("multiprocessing.process")
+    # The second is how it imports the script again, before it has told the process who it is.
+    return "__mp_main__" in sys.modules or bool(process and process.parent_process())
+
+
 def load_mpi(env: Mapping[str, str]) -> "tuple[Any, str]":
     """Load and initialize MPI; `init()` is the only caller.
 
@@ -64,10 +71,17 @@ def load_mpi(env: Mapping[str, str]) -> "tuple[Any, str]":
         for a world of one.
 
     Raises:
-        HvdliteError: The launcher belongs to another MPI than the library.
+        HvdliteError: The launcher belongs to another MPI than the library, or this process is no
+            rank but a rank's helper.
     """
     launcher = find_launcher(env)
     already = "mpi4py.MPI" in sys.modules
+    if launcher and not already and _is_helper():
+        raise HvdliteError(
+            "init() in a helper process that multiprocessing has started: it is no rank of the "
+            f"job, though it has inherited the environment of {launcher.name}. Put what only "
+            'ranks do, init() first, under `if __name__ == "__main__":`'
+        )
     # Our own tagged block is the last word of a rank that aborts.
     os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
     try:

@@ -201,6 +201,24 @@ def test_an_exception_in_a_thread_ends_the_job_and_names_the_thread(job):
     assert re.search(r"\[hvdlite rank 2/3 \S+ \d+ loader\]", ended.result.stderr), ended.text
 
 
+def test_a_helper_that_imports_the_script_again_is_no_rank_and_the_ranks_go_on(job):
+    ended = job(
+        2,
+        """
+        import multiprocessing
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=abs, args=(1,))
+            child.start()
+            child.join(30)
+            assert child.exitcode == 1
+            hvd.barrier()
+        """,
+    )
+    ended.assert_code(0)
+    assert ended.result.stderr.count("it is no rank of the job") == 2, ended.text
+
+
 def test_no_memory_ends_the_job(job):
     ended = job(
         2,

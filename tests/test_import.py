@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import hvdlite
 from launch import job_environment
 
 ROOT = Path(__file__).parents[1]
@@ -58,3 +59,23 @@ def test_version_is_a_literal():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
     ]
     assert [type(value) for value in values] == [ast.Constant]
+
+
+def test_a_folder_of_the_same_name_beside_the_script_does_no_harm(tmp_path):
+    (tmp_path / "hvdlite").mkdir()  # a clone of the repository
+    code = "import hvdlite; print(hvdlite.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == hvdlite.__version__, done.stderr
+
+
+def test_a_name_of_a_later_version_says_so_when_it_is_used():
+    for use in (lambda: hvdlite.join(), lambda: hvdlite.elastic.run, lambda: hvdlite.elastic()):
+        with pytest.raises(hvdlite.HvdliteError, match="comes with a later version"):
+            use()
+
+
+def test_a_name_that_is_misspelt_gets_a_suggestion():
+    with pytest.raises(AttributeError, match="'allredcue'; did you mean 'allreduce'"):
+        hvdlite.allredcue  # noqa: B018 - looking it up is the test

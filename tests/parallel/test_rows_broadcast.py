@@ -163,9 +163,25 @@ def test_r12_comm_state_saved_by_all_ranks_loads_on_fewer_and_on_one(hvd):
                 assert opt.plan == saver.plan
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("period", [0, 3])
+def test_r12_a_state_that_one_rank_alone_has_loaded_is_an_error_on_all(hvd, period):
+    opt = hvd.DistributedOptimizer(Recorder(), zeros("a"), bcast_period=period)
+    fresh = opt.comm_state()
+    if hvd.rank() == 0:
+        opt.load_comm_state({**fresh, "num_steps": 2})
+    grad = gradient(0, hvd.rank())
+    with pytest.raises(hvd.HorovodInternalError, match=r"2 applied.*loaded the same state"):
+        opt.step({"a": grad})
+    opt.load_comm_state(fresh)
+    opt.step({"a": grad})
+    assert opt.comm_state()["num_steps"] == 1
+
+
 def test_r12_something_else_is_no_comm_state(hvd):
     opt = hvd.DistributedOptimizer(Recorder(), zeros("a"))
     for state in (
+        None,
         {},
         {"num_steps": 3},
         {"num_steps": "x", "plan": {}},

@@ -271,6 +271,25 @@ def test_poison_shows_who_keeps_an_array_too_long(hvd):
             opt.step()
 
 
+@pytest.mark.parametrize("announces", [False, True])
+def test_poison_shows_a_momentum_that_was_not_copied(hvd, announces):
+    hvd.shutdown()
+    hvd.init(config={"poison_grads": True})
+    momentum = {}
+
+    def sgd(grads):
+        for name, grad in grads.items():
+            momentum[name] = 0.9 * momentum[name] + grad if name in momentum else grad
+
+    opt = hvd.DistributedOptimizer(sgd, zeros("w"))
+    for step in range(2):
+        grads = {"w": gradient(0, hvd.rank(), step)}
+        if announces:
+            opt.grad_ready("w", grads["w"])
+        opt.step(grads)
+    assert np.isnan(momentum["w"]).all()
+
+
 # ---- views -----------------------------------------------------------------------------------
 
 

@@ -212,3 +212,13 @@ def test_r19_an_optimizer_without_parameters_steps_too(hvd):
     opt.add_param_group({"params": zeros("a")})
     opt.step({"a": gradient(0, hvd.rank())})
     assert_equal(inner.last, {"a": mean(0, range(hvd.size()))})
+
+
+def test_a_second_init_returns_the_same_context_and_says_which_settings_stay(hvd, caplog):
+    context = hvd.init()
+    assert hvd.init(config={"fusion_threshold": context.config.fusion_threshold}) is context
+    assert not caplog.records
+    assert hvd.init(config={"fusion_threshold": 12345}) is context
+    (record,) = caplog.records
+    kept = f"fusion_threshold={context.config.fusion_threshold} (not 12345); call shutdown() first"
+    assert kept in record.getMessage()

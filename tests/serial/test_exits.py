@@ -339,7 +339,7 @@ def test_exit_without_a_code_is_a_quiet_leave(status):
 def test_exit_with_a_text_is_code_1_and_printed_by_python():
     ended = run("sys.exit('no data\\nin here')")
     assert ended.err[:2] == ["no data", "in here"]
-    assert ended.block == [("MainThread", "exit code 1: no data of sys.exit(), ending the job")]
+    assert ended.block == [("MainThread", "exit code 1 of sys.exit(), ending the job: no data")]
     assert ended.events == ["FAIL exit code 1: no data", "ABORT 1"]
 
 

@@ -698,7 +698,7 @@ def test_ranks_at_different_steps_are_told_so():
 
 def test_ranks_with_different_plans_are_told_so():
     _, reducer, stream = alone(SIX)
-    stream.change_record = lambda _, record: record[:16] + bytes(8) + record[24:]
+    stream.change_record = lambda _, record: record[:24] + bytes(8) + record[32:]
     with pytest.raises(HorovodInternalError, match="plan 0"):
         reducer.synchronize()
 

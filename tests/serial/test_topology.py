@@ -1,5 +1,6 @@
 """Who started this process, which MPI it has, and the traps of its machine."""
 
+import multiprocessing
 import os
 import sys
 from types import SimpleNamespace
@@ -139,6 +140,16 @@ def test_a_library_that_fits_its_launcher_is_initialized_once(fake_mpi):
     assert mpi.initialized
     mpi.Init_thread = None
     assert load_mpi(OPEN_MPI) == (mpi, "")
+
+
+def test_a_helper_that_multiprocessing_started_is_no_rank(fake_mpi, monkeypatch):
+    mpi = fake_mpi("Open MPI", 4)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI")
+    monkeypatch.setattr(multiprocessing.process, "parent_process", lambda: "a rank")
+    with pytest.raises(HvdliteError, match=r"no rank of the job.*if __name__ == .__main__.:"):
+        load_mpi(OPEN_MPI)
+    assert not mpi.initialized
+    load_mpi({})  # without a launcher it may be a world of its own
 
 
 @pytest.mark.parametrize(
