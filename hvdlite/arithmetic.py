@@ -108,6 +108,11 @@ class Reduction:
         self._ufunc = (_BOOL_UFUNCS if dtype.kind == "b" else _UFUNCS)[op]
         self._real = self.compute.type(0).real.dtype if self.compute.kind == "c" else self.compute
         self._scratch: dict[int, list[Array]] = {}
+        # Sums of floats in their own type, the usual case, as `reduce` does them.
+        self._is_plain_sum = self.is_linear and dtype.kind == "f" and self.compute == dtype
+        factor = prescale * postscale / (num_ranks if op is ReduceOp.AVERAGE else 1)
+        with np.errstate(all="ignore"):
+            self._plain_factor = None if factor == 1.0 else np.asarray(factor, self._real)
 
     def steps(
         self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float] | None = None
@@ -140,6 +145,30 @@ class Reduction:
         if factor != 1.0:
             steps.append(self._scale(outs[0], factor))
         return [*steps, *_copies(outs)]
+
+    def reduce(self, operands: Sequence[Array], block_elements: int) -> Array:
+        """Reduce small operands at once; they are left as they are.
+
+        Args:
+            operands: One a rank, in ascending rank order; 1-D, equal length.
+            block_elements: Elements that one NumPy call handles.
+
+        Returns:
+            A new array.
+        """
+        if not self._is_plain_sum or operands[0].size > block_elements:
+            out = np.empty_like(operands[0])
+            run(blocked_steps(self, operands, [out], block_elements))
+            return out
+        if len(operands) == 1:
+            out = operands[0].copy()
+        else:
+            out = operands[0] + operands[1]
+            for operand in operands[2:]:
+                np.add(out, operand, out)
+        if self._plain_factor is not None:
+            np.multiply(out, self._plain_factor, out)
+        return out
 
     def _weighted_steps(
         self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float]

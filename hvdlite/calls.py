@@ -61,15 +61,26 @@ def reduce_call(
             raise ValueError(f"{label}: a 0-d array has no rows to scatter; pass one of shape (1,)")
         operands.append(operand)
         makers.append(make)
-    signature = (
-        ("kind", kind),
-        *_described(operands, grouped),
-        ("op", reduce_op.name.title()),
-        ("prescale_factor", prescale),
-        ("postscale_factor", postscale),
+    n = len(ranks)
+    if not grouped and not scatters and reduce_op is not ReduceOp.ADASUM:  # the usual call
+        operand, make = operands[0], makers[0]
+        dtype, shape = operand.dtype, operand.shape
+        spec = _allreduce_spec(kind, reduce_op, dtype, shape, prescale, postscale, n)
+        ticket = Ticket(
+            set_id,
+            ranks,
+            name,
+            spec[0],
+            as_bytes(operand),
+            lambda parts: make(parts[0].view(dtype).reshape(shape)),
+            segments=spec[1],
+        )
+        return context.matcher, ticket
+    signature = _reduction_signature(
+        kind, _described(operands, grouped), reduce_op, prescale, postscale
     )
     data, starts = _joined(operands)
-    me, n = ranks.index(context.rank), len(ranks)
+    me = ranks.index(context.rank)
     if not operands:  # an empty group is compared, too
         return context.matcher, Ticket(set_id, ranks, name, signature, data, lambda _: [])
 
@@ -106,20 +117,6 @@ def reduce_call(
 
         ticket = Ticket(
             set_id, ranks, name, signature, data, cut, segments=segments, keeps_shares=True
-        )
-        return context.matcher, ticket
-    if not grouped:
-        operand = operands[0]
-        reduction = _reduction(reduce_op, operand.dtype, n, prescale, postscale)
-        make, shape, dtype = makers[0], operand.shape, operand.dtype
-        ticket = Ticket(
-            set_id,
-            ranks,
-            name,
-            signature,
-            data,
-            lambda parts: make(parts[0].view(dtype).reshape(shape)),
-            segments=(even_segment(reduction, 0, data.size),),
         )
         return context.matcher, ticket
     segments = []
@@ -447,6 +444,35 @@ def _runs(operands: Sequence[Array]) -> list[tuple[int, int]]:
 
 def _row_bytes(array: Array) -> int:
     return math.prod(array.shape[1:]) * array.dtype.itemsize
+
+
+def _reduction_signature(
+    kind: str, described: Signature, op: ReduceOp, prescale: float, postscale: float
+) -> Signature:
+    return (
+        ("kind", kind),
+        *described,
+        ("op", op.name.title()),
+        ("prescale_factor", prescale),
+        ("postscale_factor", postscale),
+    )
+
+
+@lru_cache(4096)
+def _allreduce_spec(
+    kind: str,
+    op: ReduceOp,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    prescale: float,
+    postscale: float,
+    n: int,
+) -> tuple[Signature, tuple[Segment, ...]]:
+    """What depends on nothing else; the same arrays are reduced again and again."""
+    described = (("dtype", dtype_name(dtype)), ("shape", shape))
+    signature = _reduction_signature(kind, described, op, prescale, postscale)
+    reduction = _reduction(op, dtype, n, prescale, postscale)
+    return signature, (even_segment(reduction, 0, math.prod(shape) * dtype.itemsize),)
 
 
 @lru_cache(256)

@@ -293,7 +293,7 @@ class Matcher:
         if len(key[1].encode()) > _MAX_NAME_BYTES:
             raise ValueError(f"name of {len(key[1])} characters; at most {_MAX_NAME_BYTES}")
         meeting = self._meeting(key)
-        if any(other.is_waited_for for other in meeting.tickets):
+        if meeting.tickets and any(other.is_waited_for for other in meeting.tickets):
             raise ValueError(
                 f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
                 "wait for it, or use another name"
@@ -351,7 +351,8 @@ class Matcher:
 
     def call(self, ticket: Ticket) -> Any:
         """Submit and wait; a wait that is broken off leaves the call to finish by itself."""
-        self.progress.check_free(ticket.what)
+        if self.progress.is_busy:
+            self.progress.check_free(ticket.what)
         try:
             return self.wait(self.submit(ticket))
         except BaseException:
@@ -496,7 +497,7 @@ class Matcher:
         for r, post in ticket.posts.items():
             filed[r].pop(post.serial, None)
         own = ticket.posts[self.rank]
-        if any(post.wire != own.wire for post in ticket.posts.values()):
+        if len({post.wire for post in ticket.posts.values()}) > 1:
             signatures = {r: marshal.loads(post.wire) for r, post in ticket.posts.items()}
             ticket.error = MismatchError(_explain(ticket, signatures))
         elif not ticket.segments or own.inline is None:
@@ -593,24 +594,27 @@ class Matcher:
 
         The operands are left as they are, so doing this twice does no harm.
         """
+        reduction, blocks = tickets[0].segments[0].reduction, self._block_elements
         plain = [t for t in tickets if len(t.segments) == 1 and not t.keeps_shares]
-        reduction = tickets[0].segments[0].reduction
-        joined = []
-        for k in range(reduction.num_ranks):
-            inlines = [ticket.posts[ticket.ranks[k]].inline or b"" for ticket in plain]
-            joined.append(np.frombuffer(b"".join(inlines), reduction.dtype))
-        whole = self._reduce(reduction, joined).view(np.uint8)
-        start = 0
-        for ticket in plain:
-            stop = start + ticket.data.size
-            # A copy, so that who keeps one result does not keep all of them.
-            ticket.parts = [whole[start:stop].copy() if len(plain) > 1 else whole]
-            start = stop
-        for ticket in tickets:
-            if len(ticket.segments) > 1 or ticket.keeps_shares:
-                ticket.parts = self._reduce_segments(ticket)
-            self._count(ticket)
-            self._retire(ticket)
+        with np.errstate(all="ignore"):  # as arithmetic.run() does
+            if plain:
+                inlines = [[post.inline or b"" for post in t.posts.values()] for t in plain]
+                joined = (
+                    inlines[0] if len(plain) == 1 else map(b"".join, zip(*inlines, strict=True))
+                )
+                operands = [np.frombuffer(data, reduction.dtype) for data in joined]
+                whole = reduction.reduce(operands, blocks).view(np.uint8)
+                start = 0
+                for ticket in plain:
+                    stop = start + ticket.data.size
+                    # A copy, so that who keeps one result does not keep all of them.
+                    ticket.parts = (whole[start:stop].copy() if len(plain) > 1 else whole,)
+                    start = stop
+            for ticket in tickets:
+                if len(ticket.segments) > 1 or ticket.keeps_shares:
+                    ticket.parts = self._reduce_segments(ticket)
+                self._count(ticket)
+                self._retire(ticket)
 
     def _reduce_segments(self, ticket: Ticket) -> list[Array]:
         me = ticket.ranks.index(self.rank)
@@ -619,13 +623,9 @@ class Matcher:
         for segment in ticket.segments:
             piece = segment.share(me) if ticket.keeps_shares else segment.whole
             operands = [inline[piece].view(segment.reduction.dtype) for inline in inlines]
-            parts.append(self._reduce(segment.reduction, operands).view(np.uint8))
+            reduced = segment.reduction.reduce(operands, self._block_elements)
+            parts.append(reduced.view(np.uint8))
         return parts
-
-    def _reduce(self, reduction: Reduction, operands: list[Array]) -> Array:
-        out = np.empty_like(operands[0])
-        run(blocked_steps(reduction, operands, [out], self._block_elements))
-        return out
 
     def _move(self, ticket: Ticket, transfer: _Transfer) -> bool:
         moved = False

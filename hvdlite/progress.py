@@ -83,6 +83,11 @@ class Progress:
         if not self._busy:
             advance()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether this process is waiting already."""
+        return bool(self._busy)
+
     def check_free(self, what: str) -> None:
         """Raise where `wait()` would not be possible, before anything is begun.
 
