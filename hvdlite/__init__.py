@@ -61,6 +61,7 @@ from hvdlite.errors import (
     UnknownNameError,
 )
 from hvdlite.handle import Handle
+from hvdlite.join import Join, join
 from hvdlite.objects import allgather_object, broadcast_object, broadcast_parameters
 from hvdlite.optimizer import DistributedOptimizer
 from hvdlite.process_set import ProcessSet, global_process_set
@@ -92,7 +93,6 @@ __version__ = "0.1.0"
 
 _LATER = frozenset(
     (
-        "join",
         "broadcast_optimizer_state",
         "check_consistency",
         "start_timeline",
@@ -143,6 +143,7 @@ __all__ = [
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "HvdliteError",
+    "Join",
     "Max",
     "Min",
     "MismatchError",
@@ -195,6 +196,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -43,7 +43,7 @@ def adasum(operands: Sequence[Array], prescale: float = 1.0, postscale: float = 
     dtype = operands[0].dtype
     compute = np.dtype(np.float32) if is_half(dtype) else dtype
     with np.errstate(all="ignore"):  # an overflow is part of the result, on every rank alike
-        values = [operand.astype(compute) * compute.type(prescale) for operand in operands]
+        values = [np.asarray(o.astype(compute) * compute.type(prescale)) for o in operands]
         size = 1 << (len(values).bit_length() - 1)
         for k in range(len(values) - size):
             values[k] = _combine(values[k], values[size + k])
@@ -52,7 +52,8 @@ def adasum(operands: Sequence[Array], prescale: float = 1.0, postscale: float = 
             for k in range(0, size, 2 * distance):
                 values[k] = _combine(values[k], values[k + distance])
             distance *= 2
-        return (values[0] * compute.type(postscale)).astype(dtype)
+        # NumPy makes scalars of arrays without dimensions.
+        return np.asarray(values[0] * compute.type(postscale)).astype(dtype)
 
 
 def _combine(a: Array, b: Array) -> Array:
@@ -60,8 +61,7 @@ def _combine(a: Array, b: Array) -> Array:
     dot, norm_a, norm_b = (float(x @ y) for x, y in _pairs(wide_a, wide_b))
     factor_a = 1.0 if norm_a < _SMALLEST else 1.0 - dot / (2 * norm_a)
     factor_b = 1.0 if norm_b < _SMALLEST else 1.0 - dot / (2 * norm_b)
-    result: Array = a.dtype.type(factor_a) * a + b.dtype.type(factor_b) * b
-    return result
+    return np.asarray(a.dtype.type(factor_a) * a + b.dtype.type(factor_b) * b)
 
 
 def _pairs(a: Array, b: Array) -> tuple[tuple[Array, Array], ...]:

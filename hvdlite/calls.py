@@ -43,9 +43,9 @@ def reduce_call(
 ) -> Call:
     """Allreduce and reducescatter, of one array or of a group; see `hvdlite.allreduce`."""
     context = current()
-    reduce_op = op if type(op) is ReduceOp else parse_op(op)
     set_id, ranks = context.members(process_set, kind)
     label = check_name(kind, name)
+    reduce_op = op if type(op) is ReduceOp else _parsed(op, label)
     listed = _listed(arrays, label) if grouped else (arrays,)
     prescale = _finite(prescale_factor, "prescale_factor", label)
     postscale = _finite(postscale_factor, "postscale_factor", label)
@@ -120,10 +120,10 @@ def reduce_call(
         )
         return context.matcher, ticket
     segments = []
+    ends = [*starts[1:], data.size]  # with what fills up the last one
     for first, last in _runs(operands):  # neighbours of one dtype are reduced as one
         reduction = _reduction(reduce_op, operands[first].dtype, n, prescale, postscale)
-        stop = starts[last] + operands[last].nbytes
-        segments.append(even_segment(reduction, starts[first], stop))
+        segments.append(even_segment(reduction, starts[first], ends[last]))
 
     def separate_again(parts: Sequence[Array]) -> Any:
         whole = _NOTHING
@@ -325,15 +325,28 @@ def as_bytes(array: Array) -> Array:
 def _listed(arrays: Any, what: str) -> tuple[Any, ...]:
     if isinstance(arrays, str | bytes | dict) or not isinstance(arrays, Iterable):
         raise TypeError(f"{what}: a group is a list of arrays, got {type(arrays).__name__}")
-    return tuple(arrays)
+    try:
+        return tuple(arrays)
+    except TypeError as exc:  # a 0-d array
+        raise TypeError(f"{what}: a group is a list of arrays: {exc}") from exc
+
+
+def _parsed(op: object, what: str) -> ReduceOp:
+    try:
+        return parse_op(op)
+    except ValueError as exc:
+        raise ValueError(f"{what}: {exc}") from None
 
 
 def _finite(value: object, label: str, what: str) -> float:
     if type(value) is float and math.isfinite(value):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{what}: {label} is a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{what}: {label} must be finite, got {value!r}")
     return number
@@ -352,7 +365,11 @@ def _check_splits(splits: Any, num_rows: int, n: int, what: str) -> tuple[int, .
                 f"{what}: {num_rows} rows do not divide by {n} ranks; pass splits=[...]"
             )
         return (num_rows // n,) * n
-    found, _ = to_numpy(np.asarray(splits) if isinstance(splits, list | tuple) else splits, what)
+    try:
+        listed = np.asarray(splits) if isinstance(splits, list | tuple) else splits
+    except ValueError:  # lists of unequal length
+        listed = np.empty((0, 0))
+    found, _ = to_numpy(listed, f"{what}: splits")
     if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
         raise ValueError(f"{what}: splits is a 1-D list of integers, got {splits!r}")
     counts = tuple(int(count) for count in found)
@@ -378,6 +395,8 @@ def _operand(
     if compressor is Compression.none:
         return operand, make
     compressed, context = compressor.compress(operand)
+    if isinstance(compressed, np.generic):  # what NumPy makes of arrays without dimensions
+        compressed = np.asarray(compressed)
     if not isinstance(compressed, np.ndarray):
         raise TypeError(
             f"{what}: {compressor.__name__}.compress must return (array, context), got "

@@ -84,6 +84,8 @@ class Context:
         self.matcher = Matcher(self.backend.control, self.progress, config.block_elements)
         self.process_sets: dict[int, ProcessSet] = {}
         self._next_set_id = 0
+        sets = self.process_sets
+        self.matcher.members = lambda set_id: sets[set_id].ranks if set_id in sets else None
         self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._register(global_process_set, tuple(range(self.size)))
         control = self.backend.control
@@ -250,6 +252,11 @@ class Context:
     def agree_on(self, set_id: int, ranks: tuple[int, ...]) -> Agree:
         """The exchange that `open_stream()` needs."""
         return lambda word: self.matcher.exchange(set_id, ranks, "segment", word)
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Those of all living optimizers."""
+        return list(self._reducers)
 
     def adopt(self, reducer: Reducer) -> None:
         """Close this reducer with the Context."""

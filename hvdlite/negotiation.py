@@ -38,6 +38,8 @@ from hvdlite.types import Array
 _CALL, _PIECE = 1, 2
 _INLINE_BYTES = 32 * 1024  # up to here the data travels with the call itself
 _MAX_NAME_BYTES = 512
+_JOIN_NAME = "\0join"
+_NOTHING = np.empty(0, np.uint8)
 
 Signature = tuple[tuple[str, Any], ...]  # field and value, e.g. ("dtype", "float32")
 Key = tuple[int, str]  # process set and name: what calls meet by
@@ -47,6 +49,7 @@ class _Post(NamedTuple):
     """One rank's announcement of a call."""
 
     serial: int
+    epoch: int  # how often all ranks had joined
     wire: bytes  # the signature as it travels; equal signatures are equal bytes
     nbytes: int
     extra: Any
@@ -72,12 +75,17 @@ class Segment(NamedTuple):
         """What member k reduces."""
         return slice(self.bounds[k], self.bounds[k + 1])
 
+    def over(self, n: int) -> "Segment":
+        """The same with even shares for n members."""
+        start, itemsize = self.bounds[0], self.reduction.dtype.itemsize
+        count = (self.bounds[-1] - start) // itemsize
+        bounds = tuple(start + count * k // n * itemsize for k in range(n + 1))
+        return Segment(self.reduction, bounds)
+
 
 def even_segment(reduction: Reduction, start: int, stop: int) -> Segment:
     """Shares of equal size, up to one element."""
-    itemsize, n = reduction.dtype.itemsize, reduction.num_ranks
-    count = (stop - start) // itemsize
-    return Segment(reduction, tuple(start + count * k // n * itemsize for k in range(n + 1)))
+    return Segment(reduction, (start, stop)).over(reduction.num_ranks)
 
 
 @dataclass(slots=True)
@@ -175,6 +183,7 @@ class Ticket:
     error: Exception | None = None
     parts: Sequence[Array] = ()
     posts: Mapping[int, _Post] = {}
+    active: tuple[int, ...] = ()  # once matched: the members that have not joined
     transfer: _Transfer | None = None
 
     def __init__(
@@ -221,7 +230,19 @@ class Ticket:
     @property
     def what(self) -> str:
         """Names the call in messages."""
-        return f"{self.signature[0][1]} {self.name!r}" if self.name else str(self.signature[0][1])
+        kind = self.signature[0][1]
+        return f"{kind} {self.name!r}" if self.name else str(kind)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it only tells the others that this rank has joined."""
+        return not self.signature
+
+    @property
+    def bears_joined_ranks(self) -> bool:
+        """Whether a member that has joined can be left out."""
+        reduces = self.segments and all(s.reduction.is_linear for s in self.segments)
+        return self.signature[0][1] == "barrier" or (bool(reduces) and not self.keeps_shares)
 
 
 class _Meeting:
@@ -246,7 +267,13 @@ class Matcher:
         control: Carries the messages.
         progress: Where waits happen.
         block_elements: Elements that one NumPy call of a reduction handles.
+
+    Attributes:
+        epoch: How often all ranks have joined.
+        members: Members of a process set, by its number; None: there is none.
     """
+
+    members: Callable[[int], tuple[int, ...] | None]
 
     def __init__(self, control: Control, progress: Progress, block_elements: int) -> None:
         self.control, self.progress = control, progress
@@ -261,6 +288,9 @@ class Matcher:
         self._early: dict[tuple[int, int, int], dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._unposted: deque[tuple[Ticket, _Post]] = deque()  # in order of their serial numbers
+        self.epoch = 0
+        self.members = lambda _: None
+        self._join: Ticket | None = None  # this rank has joined, and not all others
         progress.add(self, self.advance)
 
     def unnamed(self, set_id: int, kind: str) -> str:
@@ -280,6 +310,10 @@ class Matcher:
         """
         if ticket.is_submitted:
             return ticket
+        if self._join is not None and not ticket.is_answer and ticket is not self._join:
+            raise RuntimeError(
+                f"{ticket.what}: this rank has joined; call join() again, until it returns"
+            )
         key = ticket.key
         steps: list[Step] = []
         if ticket.counted_as:
@@ -302,7 +336,8 @@ class Matcher:
         ticket.serial = self._serial
         data = ticket.data
         inline = data.tobytes() if data.size <= _INLINE_BYTES else None
-        post = _Post(ticket.serial, _wire(ticket.signature), data.size, ticket.extra, inline)
+        wire = _wire(ticket.signature)
+        post = _Post(ticket.serial, self.epoch, wire, data.size, ticket.extra, inline)
         at_once(
             [
                 *steps,
@@ -359,6 +394,45 @@ class Matcher:
             ticket.abandoned = True
             raise
 
+    def join(self, ranks: tuple[int, ...]) -> Ticket:
+        """This rank has no more calls to make: it answers those of the others, until all joined.
+
+        Again before the end: the same ticket; who waits for it gets the rank that joined last.
+        """
+        if self._join is None:
+            self.control.poll(self._deliver)  # who has come before?
+            earlier = sum(map(bool, self._meeting((0, _JOIN_NAME)).posts.values()))
+            word = marshal.dumps((earlier, list(self._counts.items())))
+            data = np.frombuffer(word, np.uint8)
+            signature = (("kind", "join"),)
+            self._join = Ticket(0, ranks, _JOIN_NAME, signature, data, self._end_join)
+        self.progress.has_joined = True
+        ticket = self.submit(self._join)
+        self._woken.update(dict.fromkeys(self._meetings))  # what was called before is answered too
+        return ticket
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank waits in `join()`, or was broken off there."""
+        return self._join is not None
+
+    def _end_join(self, parts: Sequence[Array]) -> int:
+        words = [marshal.loads(part.data) for part in parts]
+        if self._join is not None:
+            counts = dict(self._counts)  # those who joined early have made fewer calls
+            for _, items in words:
+                for counter, count in items:
+                    counts[counter] = max(count, counts.get(counter, 0))
+            at_once(
+                [
+                    (self._counts.update, counts),
+                    (setattr, self, "epoch", self.epoch + 1),
+                    (setattr, self.progress, "has_joined", False),
+                    (setattr, self, "_join", None),
+                ]
+            )
+        return max(range(len(words)), key=lambda r: (words[r][0], r))
+
     def missing(self, ticket: Ticket) -> list[int]:
         """Members whose part of the call is not here yet."""
         if ticket.is_matched:
@@ -403,9 +477,8 @@ class Matcher:
                 self._meetings[key].posts.setdefault(self.rank, {})[post.serial] = post
                 others = self._others(ticket.ranks)
                 if others:
-                    serial, wire, nbytes, extra, inline = post
-                    header = (_CALL, serial, *key, wire, nbytes, extra, inline is not None)
-                    if not self.control.post(others, header, inline or b""):
+                    header = (_CALL, *key, *post[:-1], post.inline is not None)
+                    if not self.control.post(others, header, post.inline or b""):
                         return moved
                 self._woken[key] = None
                 ticket.is_posted = moved = True
@@ -417,18 +490,18 @@ class Matcher:
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
         if header[0] == _CALL:
-            _, serial, set_id, name, wire, nbytes, extra, is_inline = header
+            _, set_id, name, serial, epoch, wire, nbytes, extra, is_inline = header
             if serial > self._filed.get(source, 0):
                 inline = bytes(payload) if is_inline else None
                 key = (set_id, name)
                 meeting = self._meeting(key)
                 meeting.posts.setdefault(source, {})[serial] = _Post(
-                    serial, wire, nbytes, extra, inline
+                    serial, epoch, wire, nbytes, extra, inline
                 )
                 self._meetings[key] = meeting
                 if not is_inline:
                     self._announced.add((source, serial))
-                if meeting.tickets:
+                if meeting.tickets or self._join is not None:
                     self._woken[key] = None
                 self._filed[source] = serial
         else:
@@ -442,7 +515,7 @@ class Matcher:
 
     def _go_on(self) -> bool:
         """Do what can be done in the meetings that were woken; whether anything moved."""
-        alike: dict[int, list[Ticket]] = {}  # small calls whose reduction is the same object
+        alike: dict[Any, list[Ticket]] = {}  # small calls whose reduction is the same object
         woken, stuck = tuple(self._woken), set()
         for key in woken:
             meeting = self._meetings.get(key)
@@ -458,7 +531,7 @@ class Matcher:
                 self._woken.pop(key, None)
         return len(stuck) < len(woken)
 
-    def _advance_meeting(self, key: Key, meeting: _Meeting, alike: dict[int, list[Ticket]]) -> bool:
+    def _advance_meeting(self, key: Key, meeting: _Meeting, alike: dict[Any, list[Ticket]]) -> bool:
         """Go on with the calls of one name, in order; whether anything moved."""
         moved = False
         for ticket in tuple(meeting.tickets):
@@ -471,8 +544,9 @@ class Matcher:
                 moved = True
             transfer = ticket.transfer
             if transfer is None:
-                if ticket.error is None:
-                    alike.setdefault(id(ticket.segments[0].reduction), []).append(ticket)
+                if ticket.error is None and not ticket.is_answer:
+                    kind = (id(ticket.segments[0].reduction), ticket.active)
+                    alike.setdefault(kind, []).append(ticket)
                 else:
                     self._retire(ticket)
                 moved = True
@@ -482,9 +556,20 @@ class Matcher:
                 ticket.parts = transfer.parts
                 self._retire(ticket)
                 moved = True
+        if self._join is not None and self._wants_answer(meeting):
+            members = self.members(key[0])
+            if members is not None:
+                self.submit(Ticket(*(key[0], members, key[1]), (), _NOTHING, list))
+                moved = True
         if not meeting.tickets and not any(meeting.posts.values()):
             self._meetings.pop(key, None)
         return moved
+
+    def _wants_answer(self, meeting: _Meeting) -> bool:
+        """Whether others have made a call since this rank has joined, and it has not answered."""
+        return not meeting.tickets and any(
+            post.epoch == self.epoch for posts in meeting.posts.values() for post in posts.values()
+        )
 
     def _match(self, meeting: _Meeting, ticket: Ticket) -> bool:
         """[2] Compare, once a post of every member is here; whether it is."""
@@ -497,8 +582,21 @@ class Matcher:
         for r, post in ticket.posts.items():
             filed[r].pop(post.serial, None)
         own = ticket.posts[self.rank]
-        if len({post.wire for post in ticket.posts.values()}) > 1:
-            signatures = {r: marshal.loads(post.wire) for r, post in ticket.posts.items()}
+        ticket.active = ticket.ranks
+        wires = {post.wire for post in ticket.posts.values()}
+        if _JOINED in wires and not ticket.is_answer:
+            wires.remove(_JOINED)
+            ticket.active = tuple(r for r, p in ticket.posts.items() if p.wire != _JOINED)
+            if len(wires) == 1 and not ticket.bears_joined_ranks:
+                gone = sorted(set(ticket.ranks) - set(ticket.active))
+                ticket.error = HorovodInternalError(
+                    f"{ticket.what}: ranks {gone} have joined; until all have, the others can only "
+                    "do allreduce with Average or Sum, barrier, and optimizer steps"
+                )
+        if ticket.is_answer or ticket.error is not None:
+            pass
+        elif len(wires) > 1:
+            signatures = {r: marshal.loads(ticket.posts[r].wire) for r in ticket.active}
             ticket.error = MismatchError(_explain(ticket, signatures))
         elif not ticket.segments or own.inline is None:
             if ticket.transfer is None:
@@ -559,14 +657,17 @@ class Matcher:
 
     def _plan_reduction(self, ticket: Ticket, transfer: _Transfer) -> None:
         """Too large to be sent to everybody: each member reduces its own share."""
-        ranks, data, key = ticket.ranks, ticket.data, ticket.key
+        ranks, data, key = ticket.active, ticket.data, ticket.key
         others, me = self._others(ranks), ranks.index(self.rank)
-        for i, segment in enumerate(ticket.segments):
+        segments = ticket.segments
+        if ranks != ticket.ranks:
+            segments = [segment.over(len(ranks)) for segment in segments]
+        for i, segment in enumerate(segments):
             for k, r in enumerate(ranks):
                 if r != self.rank:
                     part = data[segment.share(k)].data
                     transfer.outgoing.append(_Outgoing((r,), ticket.serial, 2 * i, part))
-        for i, segment in enumerate(ticket.segments):
+        for i, segment in enumerate(segments):
             dtype, mine, start = segment.reduction.dtype, segment.share(me), segment.bounds[0]
             shift = mine.start if ticket.keeps_shares else start
             size = (mine.stop if ticket.keeps_shares else segment.bounds[-1]) - shift
@@ -598,7 +699,7 @@ class Matcher:
         plain = [t for t in tickets if len(t.segments) == 1 and not t.keeps_shares]
         with np.errstate(all="ignore"):  # as arithmetic.run() does
             if plain:
-                inlines = [[post.inline or b"" for post in t.posts.values()] for t in plain]
+                inlines = [[t.posts[r].inline or b"" for r in t.active] for t in plain]
                 joined = (
                     inlines[0] if len(plain) == 1 else map(b"".join, zip(*inlines, strict=True))
                 )
@@ -618,7 +719,7 @@ class Matcher:
 
     def _reduce_segments(self, ticket: Ticket) -> list[Array]:
         me = ticket.ranks.index(self.rank)
-        inlines = [np.frombuffer(ticket.posts[r].inline or b"", np.uint8) for r in ticket.ranks]
+        inlines = [np.frombuffer(ticket.posts[r].inline or b"", np.uint8) for r in ticket.active]
         parts = []
         for segment in ticket.segments:
             piece = segment.share(me) if ticket.keeps_shares else segment.whole
@@ -649,7 +750,7 @@ class Matcher:
             transfer.is_reduced
             and all(incoming.complete for incoming in transfer.incoming.values())
             and all(outgoing.complete for outgoing in transfer.outgoing)
-            and (not transfer.outgoing or self.control.flushed(self._others(ticket.ranks)))
+            and (not transfer.outgoing or self.control.flushed(self._others(ticket.active)))
         )
 
     def _retire(self, ticket: Ticket) -> None:
@@ -743,6 +844,9 @@ def _wire(signature: Signature) -> bytes:
 @lru_cache(1024)
 def _without(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return tuple(r for r in ranks if r != rank)
+
+
+_JOINED = _wire(())  # of a rank that takes part in nothing any more
 
 
 def word_of(error: Exception | None) -> str | None:

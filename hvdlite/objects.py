@@ -205,6 +205,11 @@ class ParameterBroadcast:
             for ticket in self._tickets:
                 self._matcher.submit(ticket)
 
+    def abandon(self) -> None:
+        """Make this rank's part of what is left, and take nothing; so that no rank waits."""
+        for ticket in self._tickets[self._next :]:
+            self._matcher.submit(ticket).abandoned = True
+
     def run(self) -> None:
         """Send or receive what is left."""
         packs = _packs(self._read()) if self._tickets else []  # as they are bound now

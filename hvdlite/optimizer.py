@@ -311,6 +311,13 @@ class DistributedOptimizer:
         if grads is not None or weight is not None:
             reducer.submit({} if grads is None else grads, weight)
         reducer.synchronize()
+        if self._broadcast is not None and reducer.has_joined_ranks:
+            self._broadcast.abandon()
+            self._broadcast = None
+            log.info_once(
+                ("no broadcast", self._stream_id),
+                "periodic broadcasts are skipped while a rank has joined",
+            )
         if self._broadcast is not None:
             try:
                 self._broadcast.run()
@@ -544,6 +551,12 @@ class _Broadcast:
             for broadcast in self._broadcasts:
                 broadcast.announce()
 
+    def abandon(self) -> None:
+        """Say what was begun to the end, and change no parameter."""
+        self._matcher.submit(self._agreement).abandoned = True
+        for broadcast in self._broadcasts:
+            broadcast.abandon()
+
     def run(self) -> None:
         """Agree, and send or receive what is left.
 
@@ -632,6 +645,7 @@ def _read_options(
         passes=passes,
         missing=missing,
         views=bool(views),
+        joined_weight=1.0 if divide_by == "size" else 0.0,
         fusion_threshold=config.fusion_threshold
         if fusion_threshold is None
         else parse_bytes(fusion_threshold, "fusion_threshold"),

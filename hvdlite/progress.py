@@ -51,6 +51,7 @@ class Progress:
         self._exit_grace_s = exit_grace_seconds
         self._active: dict[object, Callable[[], bool]] = {}
         self._busy = ""
+        self.has_joined = False  # this rank only serves the others; see `Matcher.join`
         self._suspect_since: dict[int, float] = {}
 
     def add(self, key: object, advance: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -56,7 +56,7 @@ from hvdlite.fusion import FusionBuffer
 from hvdlite.progress import Progress
 from hvdlite.types import Array, ReduceOp
 
-_FULL, _ERROR, _REPLAN = 1, 2, 4  # flags of a step record
+_FULL, _ERROR, _REPLAN, _JOINED = 1, 2, 4, 8  # flags of a step record
 _RECORD = struct.Struct("=qqqqdq")  # flags, step, applied, digest of plan, weight, order size
 # Then one presence bit a parameter, and with _REPLAN the readiness order as parameter numbers.
 
@@ -87,6 +87,7 @@ class ReducerOptions:
     first_bucket: int = 2**20
     poison: bool = False
     check_views: bool = False
+    joined_weight: float = 0.0  # of a rank that has joined: 0, or 1 with divide_by="size"
 
 
 @dataclass(eq=False, slots=True)
@@ -186,6 +187,8 @@ class Reducer:
         self._weight = 1.0
         self._weight_given = False
         self._in_no_sync = False
+        self._is_joined = False  # in the open step, which this rank only serves
+        self.has_joined_ranks = False  # in the step that was synchronized last
         self._is_closed = ""
         self._open: dict[str, _Slot] = {}  # see [Note: fast path]
         self._touched: dict[str, Any] = {}  # announced in this step -> weak reference to the array
@@ -391,6 +394,8 @@ class Reducer:
 
     def _announce(self, name: str, grad: Any, weight: float | None, by_step: bool = False) -> None:
         """[1] The general case: validate all, then store."""
+        if self._is_joined:
+            raise RuntimeError("grad_ready(): this rank has joined; call join() again")
         label = _label(name, by_step)
         slot = self._check_name(name, label)
         source = self._check_gradient(slot, grad, label)
@@ -492,7 +497,10 @@ class Reducer:
 
     def _begin(self, weight: float, weight_given: bool = False) -> None:
         """Open a step: everything this rank had is forgotten, the slots are its own to fill."""
-        self._on_begin()
+        if not self._is_joined:
+            if self._progress.has_joined:
+                raise RuntimeError("this rank has joined; call join() again, until it returns")
+            self._on_begin()
         poisons = self.options.poison and not self.options.views
         if poisons:
             self._given.poison()  # kept from the last step without a copy: now it shows
@@ -587,6 +595,8 @@ class Reducer:
         flags = _FULL if len(touched) - len(nones) == len(self._slots) else 0
         if self._failure is not None:
             flags |= _ERROR
+        if self._is_joined:
+            flags |= _JOINED
         order = b""
         if self._is_recording and self._recorded:
             flags |= _REPLAN
@@ -621,12 +631,10 @@ class Reducer:
             return self._result
         if self._phase is _Phase.IDLE:
             self._begin(1.0)
+        elif self._is_joined:
+            raise RuntimeError("synchronize(): this rank has joined; call join() again")
         stream = self.stream
-        if self._phase is _Phase.OPEN:
-            self._open.clear()
-            self._check_views()
-            self._phase = _Phase.CLOSING
-        self._launch_rest()
+        self._close_step()
         if not stream.finished():
             self._progress.wait(
                 stream.finished,
@@ -634,7 +642,47 @@ class Reducer:
                 stream.missing,
                 self._check_peers,
             )
-        self._progress.remove(stream)
+        return self._end_step()
+
+    def serve(self, may_open: bool) -> bool:
+        """Take part, with nothing, in a step that others have begun; never waits.
+
+        For a rank that has joined: its gradients are zeros of weight 0 (with `divide_by="size"`
+        of weight 1), and count neither as had nor as missing.
+
+        Args:
+            may_open: Whether a step that others have begun is to be opened here.
+
+        Returns:
+            Whether anything moved.
+        """
+        if self._is_closed:
+            return False
+        if self._phase is _Phase.IDLE:
+            if not may_open or not self.stream.begun(self._base):
+                return False
+            self._is_joined = True
+            self._begin(self.options.joined_weight, True)
+        self._close_step()
+        if not self.stream.finished():
+            return self.stream.advance()
+        with suppress(HvdliteError):  # those who train are told
+            self._end_step()
+            self._phase, self._result = _Phase.IDLE, None
+            self.num_steps += 1
+        return True
+
+    def _close_step(self) -> None:
+        """Nothing more comes from this rank: launch what is left."""
+        if self._phase is _Phase.OPEN:
+            self._open.clear()
+            self._check_views()
+            self._phase = _Phase.CLOSING
+        self._launch_rest()
+
+    def _end_step(self) -> dict[str, Array]:
+        """[5] All is here: the verdict, and what comes of it."""
+        self._progress.remove(self.stream)
         records = self._read_records()
         if any(record.flags & _REPLAN for record in records):
             self._replan(records)
@@ -646,11 +694,14 @@ class Reducer:
             failure = exc
         phase = _Phase.SYNCHRONIZED if failure is None else _Phase.IDLE
         base = self._base + len(self._plan.buckets) + 1
+        has_joined_ranks = any(record.flags & _JOINED for record in records)
         counters, num_works = self._progress.counters, len(self._works)
         # Plain stores, no call between them: a signal handler sees all of them or none.
         counters.buckets += num_works
         counters.collectives += num_works
         counters.bytes += self._work_nbytes
+        self.has_joined_ranks = has_joined_ranks
+        self._is_joined = False
         self._result = result
         self._phase = phase
         self._step += 1
@@ -719,7 +770,7 @@ class Reducer:
         if any(record.weight != 1.0 for record in records):
             weights = {q: record.weight for q, record in zip(ranks, records, strict=True)}
             self._drop_weightless(result, weights)
-        if all(record.flags & _FULL for record in records):
+        if all(record.flags & (_FULL | _JOINED) for record in records):
             return result
         return self._drop_missing(result, records)
 
@@ -746,14 +797,19 @@ class Reducer:
         """Apply the policy for gradients that some rank lacks."""
         count = len(self._specs)
         had = {
-            q: record.presence(count) for q, record in zip(self.stream.ranks, records, strict=True)
+            q: record.presence(count)
+            for q, record in zip(self.stream.ranks, records, strict=True)
+            if not record.flags & _JOINED
         }
         policy = self.options.missing
         lacking: dict[str, list[int]] = {}
         for k, spec in enumerate(self._specs):
-            members = self.stream.ranks if spec.ranks is None else spec.ranks
+            group = self.stream.ranks if spec.ranks is None else spec.ranks
+            members = [q for q in group if q in had]  # those that have not joined
             without = [q for q in members if not had[q][k]]
-            if without:
+            if not members:
+                result.pop(spec.name, None)
+            elif without:
                 lacking[spec.name] = without
                 if spec.ranks is None:
                     is_absent = self._rank in without
@@ -805,8 +861,8 @@ class Reducer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no gradient of the next step has come yet."""
-        return self._phase is _Phase.IDLE
+        """Whether no step is under way here; a closed optimizer has none."""
+        return self._phase is _Phase.IDLE or bool(self._is_closed)
 
     @property
     def is_synchronized(self) -> bool:

@@ -59,8 +59,11 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 def _is_helper() -> bool:
     """Whether multiprocessing has started this process."""
     process = sys.modules.get("multiprocessing.process")
-    # The second is how it imports the script again, before it has told the process who it is.
-    return "__mp_main__" in sys.modules or bool(process and process.parent_process())
+    if process is None:
+        return False
+    # While the script is imported again, the process has not been told yet whose child it is.
+    is_importing = getattr(process.current_process(), "_inheriting", False)
+    return bool(is_importing or process.parent_process())
 
 
 def load_mpi(env: Mapping[str, str]) -> "tuple[Any, str]":

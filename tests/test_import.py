@@ -71,7 +71,11 @@ def test_a_folder_of_the_same_name_beside_the_script_does_no_harm(tmp_path):
 
 
 def test_a_name_of_a_later_version_says_so_when_it_is_used():
-    for use in (lambda: hvdlite.join(), lambda: hvdlite.elastic.run, lambda: hvdlite.elastic()):
+    for use in (
+        lambda: hvdlite.check_consistency({}),
+        lambda: hvdlite.elastic.run,
+        lambda: hvdlite.elastic(),
+    ):
         with pytest.raises(hvdlite.HvdliteError, match="comes with a later version"):
             use()
 

@@ -196,6 +196,10 @@ class Stream(Protocol):
         """Ranks this rank waits for at present."""
         ...
 
+    def begun(self, base: int) -> bool:
+        """Whether a peer has arrived in the step that `begin(base, ...)` would open here."""
+        ...
+
     def close(self, base: int) -> None:
         """Tell the peers that this rank begins no more steps; local, and fit for `__del__`.
 

@@ -90,6 +90,10 @@ class LocalStream:
         """See `Stream.missing`."""
         return []
 
+    def begun(self, base: int) -> bool:
+        """See `Stream.begun`; there are no peers."""
+        return False
+
     def close(self, base: int) -> None:
         """See `Stream.close`."""
 

@@ -307,6 +307,11 @@ class MpiStream:
             return late or list(work.others)
         return [q for q in self.ranks if (self._base, q) not in self._records]
 
+    def begun(self, base: int) -> bool:
+        """See `Stream.begun`."""
+        others = self._others
+        return any(self._arrived[q] > base or (base, q) in self._records for q in others)
+
     def close(self, base: int) -> None:
         """See `Stream.close`; said at the next `poll()`, for garbage is collected anywhere."""
         if not self._is_closed:

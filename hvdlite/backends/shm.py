@@ -184,6 +184,10 @@ class ShmStream:
             } | {q for q, flags in enumerate(self._flags) if flags[_ARRIVED] < self._concluded}
         return [self.ranks[q] for q in sorted(late)]
 
+    def begun(self, base: int) -> bool:
+        """See `Stream.begun`."""
+        return any(flags[_ARRIVED] > base for flags in self._flags)
+
     def close(self, base: int) -> None:
         """See `Stream.close`."""
         self._mine[_CLOSED] = base + 1
