@@ -111,8 +111,10 @@ class Reduction:
         # Sums of floats in their own type, the usual case, as `reduce` does them.
         self._is_plain_sum = self.is_linear and dtype.kind == "f" and self.compute == dtype
         factor = prescale * postscale / (num_ranks if op is ReduceOp.AVERAGE else 1)
-        with np.errstate(all="ignore"):
-            self._plain_factor = None if factor == 1.0 else np.asarray(factor, self._real)
+        self._plain_factor: Array | None = None
+        if self._is_plain_sum and factor != 1.0:
+            with np.errstate(all="ignore"):
+                self._plain_factor = np.asarray(factor, self._real)
 
     def steps(
         self, blocks: Sequence[Array], outs: Sequence[Array], weights: Sequence[float] | None = None

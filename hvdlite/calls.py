@@ -4,6 +4,7 @@ Every function checks what one rank can see alone, before anything is stored or 
 `Ticket` and the layer to hand it to.  Whether somebody waits for it is the verbs' business.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -15,14 +16,15 @@ import numpy as np
 from hvdlite.adasum import adasum, check_adasum
 from hvdlite.arithmetic import Reduction, check_reducible
 from hvdlite.arrays import dtype_name, store_into, to_numpy
-from hvdlite.compression import Compression, Compressor, check_compression
+from hvdlite.compression import Codec, Compression, Compressor, check_compression
 from hvdlite.context import current
-from hvdlite.negotiation import Matcher, Segment, Signature, Ticket, even_segment
+from hvdlite.negotiation import MAX_NAME_BYTES, Matcher, Segment, Signature, Ticket, even_segment
 from hvdlite.process_set import ProcessSet
 from hvdlite.types import Array, ReduceOp, parse_op
 
 Call = tuple[Matcher, Ticket]
 
+_MAX_DESCRIBED = 8  # arrays of a group whose shapes are told one by one
 _ALIGN = 16  # bytes; where each tensor of a group begins
 _NOTHING = np.empty(0, np.uint8)
 
@@ -50,9 +52,9 @@ def reduce_call(
     prescale = _finite(prescale_factor, "prescale_factor", label)
     postscale = _finite(postscale_factor, "postscale_factor", label)
     compressor = check_compression(compression, label)
-    operands, makers = [], []
+    operands, decoders, makers = [], [], []
     for array in listed:
-        operand, make = _operand(array, label, compressor, in_place)
+        operand, decode, make = _operand(array, label, compressor, in_place, is_part=scatters)
         if reduce_op is ReduceOp.ADASUM:
             check_adasum(operand.dtype, label)
         else:
@@ -60,10 +62,11 @@ def reduce_call(
         if scatters and operand.ndim == 0:
             raise ValueError(f"{label}: a 0-d array has no rows to scatter; pass one of shape (1,)")
         operands.append(operand)
+        decoders.append(decode)
         makers.append(make)
     n = len(ranks)
     if not grouped and not scatters and reduce_op is not ReduceOp.ADASUM:  # the usual call
-        operand, make = operands[0], makers[0]
+        operand, decode, make = operands[0], decoders[0], makers[0]
         dtype, shape = operand.dtype, operand.shape
         spec = _allreduce_spec(kind, reduce_op, dtype, shape, prescale, postscale, n)
         ticket = Ticket(
@@ -72,7 +75,7 @@ def reduce_call(
             name,
             spec[0],
             as_bytes(operand),
-            lambda parts: make(parts[0].view(dtype).reshape(shape)),
+            lambda parts: make(decode(parts[0].view(dtype).reshape(shape))),
             segments=spec[1],
         )
         return context.matcher, ticket
@@ -85,7 +88,9 @@ def reduce_call(
         return context.matcher, Ticket(set_id, ranks, name, signature, data, lambda _: [])
 
     def finish(arrays: Sequence[Array]) -> Any:
-        results = [make(result) for make, result in zip(makers, arrays, strict=True)]
+        # All are decoded before the first overwrites anything.
+        decoded = [decode(array) for decode, array in zip(decoders, arrays, strict=True)]
+        results = [make(array) for make, array in zip(makers, decoded, strict=True)]
         return results if grouped else results[0]
 
     if reduce_op is ReduceOp.ADASUM:
@@ -173,20 +178,20 @@ def gather_call(
             extra=rows.shape[0],
         )
         return context.matcher, ticket
-    counts: list[Sequence[int]] = []
-
-    def place_group(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
-        counts[:] = extras
-        return [np.empty(size, np.uint8) for size in sizes]
+    if not operands:  # an empty group is compared, too
+        return context.matcher, Ticket(set_id, ranks, name, signature, _NOTHING, lambda _: [])
+    # Each rank's numbers of rows come first.
+    counts = np.array([operand.shape[0] for operand in operands])
 
     def finish(parts: Sequence[Array]) -> list[Any]:
         pieces: list[list[Array]] = [[] for _ in operands]
-        for part, rows_of in zip(parts, counts, strict=True):
-            start = 0
-            for operand, n, found in zip(operands, rows_of, pieces, strict=True):
-                size = n * _row_bytes(operand)
+        for part in parts:
+            theirs = part[: counts.nbytes].view(counts.dtype)
+            start = -(-counts.nbytes // _ALIGN) * _ALIGN
+            for operand, n, found in zip(operands, theirs, pieces, strict=True):
+                size = int(n) * _row_bytes(operand)
                 piece = part[start : start + size].view(operand.dtype)
-                found.append(piece.reshape(n, *operand.shape[1:]))
+                found.append(piece.reshape(int(n), *operand.shape[1:]))
                 start += -(-size // _ALIGN) * _ALIGN
         return [
             restore(np.concatenate(found)) for restore, found in zip(restores, pieces, strict=True)
@@ -197,10 +202,8 @@ def gather_call(
         ranks,
         name,
         signature,
-        _joined(operands)[0],
+        _joined([counts, *operands])[0],
         finish,
-        place=place_group,
-        extra=tuple(operand.shape[0] for operand in operands),
     )
     return context.matcher, ticket
 
@@ -294,6 +297,12 @@ def check_name(kind: str, name: object) -> str:
         return kind
     if not isinstance(name, str) or not name or name[0] == "\0":
         raise ValueError(f"{kind}: name must be a non-empty string, got {name!r}")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{kind}: the name {name!r} is no valid text") from None
+    if size > MAX_NAME_BYTES:
+        raise ValueError(f"{kind}: a name of {size} bytes; at most {MAX_NAME_BYTES}")
     return f"{kind} {name!r}"
 
 
@@ -340,7 +349,7 @@ def _parsed(op: object, what: str) -> ReduceOp:
 
 def _finite(value: object, label: str, what: str) -> float:
     if type(value) is float and math.isfinite(value):
-        return value
+        return value + 0.0  # there is one zero
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{what}: {label} is a number, got {value!r}")
     try:
@@ -349,7 +358,7 @@ def _finite(value: object, label: str, what: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{what}: {label} must be finite, got {value!r}")
-    return number
+    return number + 0.0
 
 
 def _check_rows(array: Array, what: str, verb: str) -> None:
@@ -387,33 +396,24 @@ def _check_splits(splits: Any, num_rows: int, n: int, what: str) -> tuple[int, .
 
 
 def _operand(
-    array: Any, what: str, compressor: type[Compressor], in_place: bool
-) -> tuple[Array, Callable[[Array], Any]]:
-    """What travels of an array, and how the caller's result is made of what comes back."""
+    array: Any, what: str, compressor: type[Compressor], in_place: bool, *, is_part: bool
+) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Any]]:
+    """What travels of an array; how to decode what comes back, and to make the result of that."""
     operand, restore = to_numpy(array, what)
     make = store_into(array, what) if in_place else restore
     if compressor is Compression.none:
-        return operand, make
-    compressed, context = compressor.compress(operand)
-    if isinstance(compressed, np.generic):  # what NumPy makes of arrays without dimensions
-        compressed = np.asarray(compressed)
-    if not isinstance(compressed, np.ndarray):
-        raise TypeError(
-            f"{what}: {compressor.__name__}.compress must return (array, context), got "
-            f"{type(compressed).__name__}"
-        )
-    shape, dtype = operand.shape, operand.dtype
+        return operand, _as_it_is, make
+    codec = Codec(compressor, operand.shape, operand.dtype, what)
+    compressed, context = codec.compress(operand)
 
-    def decompress(result: Array) -> Any:
-        made = np.asarray(compressor.decompress(result, context))
-        if made.shape != shape or made.dtype != dtype:
-            raise ValueError(
-                f"{what}: {compressor.__name__}.decompress returned shape {made.shape}, dtype "
-                f"{made.dtype} for an array of shape {shape}, dtype {dtype}"
-            )
-        return make(made)
+    def decode(wire: Array) -> Array:
+        return codec.decompress(wire, context, is_part=is_part)
 
-    return to_numpy(compressed, what)[0], decompress
+    return to_numpy(compressed, what)[0], decode, make
+
+
+def _as_it_is(array: Array) -> Array:
+    return array
 
 
 def _described(
@@ -423,6 +423,15 @@ def _described(
     fields: list[tuple[str, Any]] = []
     if grouped:
         fields.append(("number of arrays", len(operands)))
+    if len(operands) > _MAX_DESCRIBED:  # more than a message has room for
+        each = -(-len(operands) // _MAX_DESCRIBED)
+        for first in range(0, len(operands), each):
+            some = operands[first : first + each]
+            text = repr([_described([o], False, first_may_differ=first_may_differ) for o in some])
+            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            last = first + len(some) - 1
+            fields.append((f"digest of dtypes and shapes of arrays {first} to {last}", digest))
+        return tuple(fields)
     for k, operand in enumerate(operands):
         of = f" of array {k}" if grouped else ""
         fields.append((f"dtype{of}", dtype_name(operand.dtype)))

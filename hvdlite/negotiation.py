@@ -37,7 +37,8 @@ from hvdlite.types import Array
 
 _CALL, _PIECE = 1, 2
 _INLINE_BYTES = 32 * 1024  # up to here the data travels with the call itself
-_MAX_NAME_BYTES = 512
+MAX_NAME_BYTES = 512
+_MAX_WIRE_BYTES = 1024
 _JOIN_NAME = "\0join"
 _NOTHING = np.empty(0, np.uint8)
 
@@ -230,8 +231,8 @@ class Ticket:
     @property
     def what(self) -> str:
         """Names the call in messages."""
-        kind = self.signature[0][1]
-        return f"{kind} {self.name!r}" if self.name else str(kind)
+        kind, name = self.signature[0][1], self.name.lstrip("\0")
+        return f"{kind} {name!r}" if name else str(kind)
 
     @property
     def is_answer(self) -> bool:
@@ -324,8 +325,8 @@ class Matcher:
                 (self._counts.__setitem__, counter, count + 1),
                 (setattr, ticket, "key", key),
             ]
-        if len(key[1].encode()) > _MAX_NAME_BYTES:
-            raise ValueError(f"name of {len(key[1])} characters; at most {_MAX_NAME_BYTES}")
+        if len(key[1].encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"name of {len(key[1])} characters; at most {MAX_NAME_BYTES}")
         meeting = self._meeting(key)
         if meeting.tickets and any(other.is_waited_for for other in meeting.tickets):
             raise ValueError(
@@ -337,6 +338,8 @@ class Matcher:
         data = ticket.data
         inline = data.tobytes() if data.size <= _INLINE_BYTES else None
         wire = _wire(ticket.signature)
+        if len(wire) > _MAX_WIRE_BYTES:
+            raise ValueError(f"{ticket.what}: shapes of too many dimensions")
         post = _Post(ticket.serial, self.epoch, wire, data.size, ticket.extra, inline)
         at_once(
             [
@@ -832,7 +835,7 @@ class Matcher:
 
 
 def _name_of(kind: str, count: int) -> str:
-    return f"{kind}.noname.{count}"
+    return f"\0{kind}.noname.{count}"  # as no user can name a call
 
 
 @lru_cache(4096)

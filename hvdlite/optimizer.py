@@ -6,18 +6,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final
 
 import numpy as np
 
 from hvdlite import log
+from hvdlite.adasum import check_adasum
 from hvdlite.arithmetic import check_reducible
 from hvdlite.backends.base import Stream
 from hvdlite.bucket import Plan, TensorSpec, native, spec_of
-from hvdlite.compression import Compression, check_compression
+from hvdlite.compression import Codec, Compression, Compressor, check_compression
 from hvdlite.context import Context, current
-from hvdlite.errors import BackendUnavailableError, ConfigError, HvdliteError
+from hvdlite.deltas import Deltas, Group
+from hvdlite.errors import BackendUnavailableError, ConfigError
 from hvdlite.fusion import GradientViews
 from hvdlite.negotiation import check_words, word_of
 from hvdlite.objects import ParameterBroadcast, check_writable, describe_arrays, named_arrays
@@ -37,6 +39,15 @@ class _Group:
     ranks: tuple[int, ...] | None  # who reduces it; None: it stays on its rank
     set_id: int = -1
     registered: dict[str, str] = field(default_factory=dict)  # shape and dtype by name
+
+    def is_shared_by(self, rank: int) -> bool:
+        """Whether this rank reduces it with others."""
+        return self.ranks is not None and len(self.ranks) > 1 and rank in self.ranks
+
+    def shared(self) -> Group:
+        """What `Deltas` needs of it."""
+        assert self.process_set is not None
+        return self.process_set, self.named
 
     def named(self) -> dict[str, Array]:
         """The parameters as they are bound now.
@@ -75,8 +86,11 @@ class DistributedOptimizer:
         named_parameters: Mapping name -> array (kept, and read again at each broadcast), an
             iterable of (name, array) pairs, or a list of param groups
             `{"params": ..., "process_set": ps or None}`; None: `optimizer.params`.
-        op: Average (default) or Sum; also "mean", "sum".
-        compression: `Compression.none`.
+        op: Average (default) or Sum; also "mean", "sum". Adasum: the optimizer runs on this rank's
+            own gradients, and what it has changed is combined; do not scale the learning rate by
+            the number of ranks.
+        compression: `Compression.none`, `fp16`, `bf16` or a subclass of `Compressor`: gradients are
+            compressed when their last pass is complete, and reduced so.
         backward_passes_per_step: Passes whose sum is reduced as one.
         gradient_predivide_factor: Splits the division: 1/f before the sum, f/n after it.
         process_set: Who trains together.
@@ -88,7 +102,7 @@ class DistributedOptimizer:
             update.
         missing: What becomes of gradients that some rank lacks: "zero" (it counts as zeros),
             "skip" (absent unless every rank had it), "error" (MissingGradientError on all).
-        divide_by: "active" ranks of the step, or "size"; the same while no rank can join.
+        divide_by: "active" ranks of the step, or "size"; the same until a rank calls `join()`.
         reduce_method: Alias of `op`.
         param_pack: False is `fusion_threshold=0`, True its default.
         param_pack_thd: Alias of `fusion_threshold`.
@@ -98,7 +112,6 @@ class DistributedOptimizer:
             its modern name.
         MismatchError: On every rank: names, shapes, dtypes, groups or options differ.
         HorovodInternalError: Another rank raised one of the former.
-        HvdliteError: Adasum or a compression, which this version lacks.
     Source:
         Horovod's `DistributedOptimizer`; buckets: Li et al. 2020, VLDB 13(12) 3005-3018.
     """
@@ -113,6 +126,8 @@ class DistributedOptimizer:
     _has_warned: bool
     _broadcast: "_Broadcast | None"  # of the step that is under way
     _stream_id: int
+    _compressor: type[Compressor]
+    _deltas: Deltas | None  # with op=Adasum
     _set_id: int
     _ranks: tuple[int, ...]
     grad_ready: Callable[..., None]
@@ -162,12 +177,10 @@ class DistributedOptimizer:
         content: dict[str, str] = {}
         pinned: Plan | None = None
         error: Exception | None = None
+        codecs: dict[str, Codec] = {}
+        compressor: type[Compressor] = Compression.none
         try:
-            if check_compression(compression, _WHAT) is not Compression.none:
-                raise HvdliteError(
-                    f"{_WHAT}: compression comes with a later version of hvdlite; use "
-                    "Compression.none, or compress in allreduce()"
-                )
+            compressor = check_compression(compression, _WHAT)
             options = _read_options(
                 context,
                 op,
@@ -185,12 +198,18 @@ class DistributedOptimizer:
             _check_period(bcast_period)
             apply = _find_apply(optimizer)
             groups = _read_groups(context, optimizer, named_parameters, process_set, ranks)
-            specs, dtypes, content = _read_specs(groups, options, bcast_period, 0, set())
+            if compressor is not Compression.none and options.views:
+                raise ValueError(
+                    f"{_WHAT}: gradient_as_bucket_view=True leaves no room for compression"
+                )
+            specs, dtypes, content, codecs = _read_specs(
+                groups, options, bcast_period, 0, set(), compressor
+            )
             pinned = _read_plan(plan, specs)
             content |= {
                 f"option {key}": str(value)
                 for key, value in {
-                    "op": options.op.name.title(),
+                    "op": "Adasum" if options.adasum else options.op.name.title(),
                     "backward_passes_per_step": options.passes,
                     "fusion_threshold": options.fusion_threshold,
                     "missing": missing,
@@ -200,6 +219,7 @@ class DistributedOptimizer:
                     "bcast_period": bcast_period,
                     "plan": None if pinned is None else pinned.digest,
                     "divide_by": divide_by,
+                    "compression": compressor.__name__,
                 }.items()
             }
         except Exception as exc:
@@ -228,7 +248,12 @@ class DistributedOptimizer:
             options,
             pinned,
             lambda: me._announce_broadcast(),
+            codecs,
         )
+        self._compressor, self._deltas = compressor, None
+        if options.adasum:
+            shared = [g.shared() for g in groups if g.is_shared_by(context.rank)]
+            self._deltas = Deltas(str(stream_id), shared, compressor)
         context.adopt(self._reducer)
         self.grad_ready = self._reducer.grad_ready
         if bcast_period != -1:
@@ -276,6 +301,11 @@ class DistributedOptimizer:
             RankFailedError: A rank died or left.
             RuntimeError: Inside `no_sync()`.
         """
+        if self._deltas is not None:
+            raise RuntimeError(
+                "synchronize(): with op=Adasum step() combines what the optimizer has changed; "
+                "there are no reduced gradients"
+            )
         reduced = self._reducer.synchronize()
         self._synchronized = self._reducer.step_number
         return reduced
@@ -296,6 +326,8 @@ class DistributedOptimizer:
             HorovodInternalError: As `synchronize()`.
         """
         reducer = self._reducer
+        if self._deltas is not None and self._deltas.is_under_way:  # a wait was broken off
+            return self._return(self._deltas.finish())
         if self._skips_synchronize:
             if not reducer.is_synchronized:
                 raise RuntimeError("skip_synchronize(): call opt.synchronize() before this step()")
@@ -327,7 +359,10 @@ class DistributedOptimizer:
                     reducer.drop_step()
                 raise
             self._broadcast = None
-        return self._return(reducer.apply(self._apply))
+        if self._deltas is None:
+            return self._return(reducer.apply(self._apply))
+        reducer.apply(partial(self._deltas.start, reducer.step_number, self._apply))
+        return self._return(self._deltas.finish())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -398,20 +433,28 @@ class DistributedOptimizer:
         specs: list[TensorSpec] = []
         dtypes: dict[str, np.dtype[Any]] = {}
         content: dict[str, str] = {}
+        codecs: dict[str, Codec] = {}
         try:
             if not reducer.is_idle:
                 raise RuntimeError("add_param_group: between two steps only; call step() first")
             default = context.process_sets.get(self._set_id, global_process_set)
             new = [_read_group(context, group, default, self._ranks)]
-            specs, dtypes, content = _read_specs(
-                new, reducer.options, self._bcast_period, reducer.num_regions, reducer.names
+            specs, dtypes, content, codecs = _read_specs(
+                new,
+                reducer.options,
+                self._bcast_period,
+                reducer.num_regions,
+                reducer.names,
+                self._compressor,
             )
         except Exception as exc:
             error = exc
         context.matcher.agree(self._set_id, self._ranks, "add_param_group", error, content)
         order = self._from_lowest([spec.name for spec in specs])
-        reducer.add(_in_order(specs, order), dtypes)
+        reducer.add(_in_order(specs, order), dtypes, codecs)
         self._groups += new
+        if self._deltas is not None:
+            self._deltas.groups += [g.shared() for g in new if g.is_shared_by(context.rank)]
         if self._bcast_period != -1:
             name = f"{self._stream_id}.region{reducer.num_regions}"
             _Broadcast(context, self._set_id, self._ranks, new, name).run()
@@ -618,8 +661,11 @@ def _read_options(
     elif param_pack_thd is not None:
         fusion_threshold = param_pack_thd
     reduce_op = parse_op(ReduceOp.AVERAGE if op is None else op)
-    if reduce_op is ReduceOp.ADASUM:
-        raise HvdliteError(f"{_WHAT}: Adasum comes with a later version of hvdlite; use Average")
+    is_adasum = reduce_op is ReduceOp.ADASUM
+    if is_adasum:  # what the reducer does is to add up this rank's own passes
+        if views:
+            raise ValueError(f"{_WHAT}: Adasum reduces no gradients, so there are no views of them")
+        reduce_op = ReduceOp.SUM
     if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(
             f"{_WHAT}: op={reduce_op.name.title()}: gradients are reduced by Average or Sum"
@@ -645,6 +691,7 @@ def _read_options(
         passes=passes,
         missing=missing,
         views=bool(views),
+        adasum=is_adasum,
         joined_weight=1.0 if divide_by == "size" else 0.0,
         fusion_threshold=config.fusion_threshold
         if fusion_threshold is None
@@ -720,8 +767,10 @@ def _read_specs(
     bcast_period: int,
     region: int,
     taken: Iterable[str],
-) -> tuple[list[TensorSpec], dict[str, np.dtype[Any]], dict[str, str]]:
-    """Validate the parameters: what planning needs, dtypes, and what ranks compare."""
+    compressor: type[Compressor],
+) -> tuple[list[TensorSpec], dict[str, np.dtype[Any]], dict[str, str], dict[str, Codec]]:
+    """Validate the parameters: what planning needs, dtypes, what ranks compare, compressions."""
+    codecs: dict[str, Codec] = {}
     specs: list[TensorSpec] = []
     dtypes: dict[str, np.dtype[Any]] = {}
     content: dict[str, str] = {}
@@ -739,15 +788,22 @@ def _read_specs(
                     f"{_WHAT}: parameter {name!r} is not contiguous (strides {array.strides} for "
                     f"shape {array.shape}); pass the whole array, or a copy"
                 )
-            check_reducible(options.op, array.dtype, f"{_WHAT}: parameter {name!r}")
-            spec = spec_of(name, array, group.ranks, region)
+            label, wire = f"{_WHAT}: parameter {name!r}", array
+            ranks = None if options.adasum else group.ranks
+            if options.adasum:
+                check_adasum(native(array.dtype), label)
+            elif compressor is not Compression.none and ranks is not None and len(ranks) > 1:
+                codecs[name] = Codec(compressor, array.shape, native(array.dtype), label)
+                wire = codecs[name].wire
+            check_reducible(options.op, wire.dtype, label)
+            spec = spec_of(name, wire, ranks, region)
             specs.append(spec)
-            dtypes[spec.dtype] = native(array.dtype)
+            dtypes[spec.dtype] = native(wire.dtype)
         if bcast_period != -1 and group.ranks is not None:
             check_writable(named, _WHAT)
         where = "local" if group.ranks is None else f"ranks {list(group.ranks)}"
         content |= {item: f"{text}, {where}" for item, text in describe_arrays(named).items()}
-    return specs, dtypes, content
+    return specs, dtypes, content, codecs
 
 
 def _read_plan(plan: Any, specs: Sequence[TensorSpec]) -> Plan | None:
@@ -775,6 +831,7 @@ def _make_reducer(
     options: ReducerOptions,
     plan: Plan | None,
     on_begin: Callable[[], None],
+    codecs: Mapping[str, Codec],
 ) -> Reducer:
     def make(stream: Stream) -> Reducer:
         return Reducer(
@@ -787,6 +844,7 @@ def _make_reducer(
             plan,
             context.agree_on(set_id, ranks),
             on_begin,
+            codecs,
         )
 
     try:

@@ -43,6 +43,7 @@ from hvdlite.arithmetic import Step, run
 from hvdlite.backends.base import RankState, Stream, Work
 from hvdlite.backends.local import aligned_zeros
 from hvdlite.bucket import Plan, TensorSpec, merge_orders, native, plan_buckets
+from hvdlite.compression import Codec
 from hvdlite.errors import (
     ConfigError,
     HorovodInternalError,
@@ -87,6 +88,7 @@ class ReducerOptions:
     first_bucket: int = 2**20
     poison: bool = False
     check_views: bool = False
+    adasum: bool = False  # everything stays on this rank; see deltas.py
     joined_weight: float = 0.0  # of a rank that has joined: 0, or 1 with divide_by="size"
 
 
@@ -101,13 +103,14 @@ class _BucketState:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """One gradient of this rank."""
+    """One gradient of this rank: of the parameter's shape and dtype, or compressed."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     view: Array
     bucket: _BucketState
+    codec: Codec | None = None
 
 
 class _Record(NamedTuple):
@@ -158,6 +161,7 @@ class Reducer:
         agree: Exchanges a text with all ranks of the stream, for growing memory.
         on_begin: Called when a step is opened, before its first gradient; may be called again for
             the same step.
+        codecs: Compressions by name; `specs` and `dtypes` are then of what travels.
     """
 
     grad_ready: GradReady
@@ -173,6 +177,7 @@ class Reducer:
         plan: Plan | None,
         agree: Callable[[str | None], list[str | None]],
         on_begin: Callable[[], None] = lambda: None,
+        codecs: Mapping[str, Codec] | None = None,
     ) -> None:
         self.options, self.stream = options, stream
         self._rank, self._progress, self._agree = rank, progress, agree
@@ -203,6 +208,10 @@ class Reducer:
         self._orders: dict[Any, tuple[str, ...]] = {}  # readiness order by group, agreed
         self._recorded: dict[str, None] = {}  # names of groups this rank decides, as they came
         self._next_plan: Plan | None = None
+        self._codecs: dict[str, Codec] = dict(codecs or {})
+        self._sums: dict[str, Array] = {}  # of passes that are to be compressed, in full precision
+        self._contexts: dict[str, Any] = {}  # what decompressing needs
+        self._decoded: dict[str, Array] = {}  # what was handed out of them
         self._grow(specs, dtypes, plan)
         self._make_fast_path()
         self._pid = os.getpid()
@@ -219,12 +228,18 @@ class Reducer:
         """This rank's slots by name."""
         return self._buffer.views
 
-    def add(self, specs: Sequence[TensorSpec], dtypes: Mapping[str, np.dtype[Any]]) -> None:
+    def add(
+        self,
+        specs: Sequence[TensorSpec],
+        dtypes: Mapping[str, np.dtype[Any]],
+        codecs: Mapping[str, Codec],
+    ) -> None:
         """Take more parameters; collective over the optimizer's ranks, between two steps.
 
         The views that exist stay where they are; the new ones get memory of their own.
         """
         self._is_pinned = False
+        self._codecs |= codecs
         self._grow(specs, dtypes, None)
 
     def _grow(
@@ -272,8 +287,9 @@ class Reducer:
             state = _BucketState(bucket.names)
             self._buckets.append(state)
             for name in bucket.names:
-                view = views[name]
-                self._slots[name] = _Slot(name, view.shape, view.dtype, view, state)
+                view, codec = views[name], self._codecs.get(name)
+                given = codec or view
+                self._slots[name] = _Slot(name, given.shape, given.dtype, view, state, codec)
             if bucket.ranks is not None and len(bucket.ranks) > 1:
                 state.work = len(works)
                 self._sequence.append(state)
@@ -411,7 +427,9 @@ class Reducer:
         count = announced.counts.get(name, 0) + is_counted
         is_last = source is None or count == self.options.passes
         steps: list[Step] = []
-        if source is None:
+        if slot.codec is not None and (source is not None or is_later_pass):
+            steps = self._compressing_steps(slot, source, is_last)
+        elif source is None:
             if not is_later_pass:
                 steps += [(view.fill, 0), (announced.nones.add, name)]
         elif source is not ABSENT:
@@ -432,6 +450,22 @@ class Reducer:
             if source is not None and self.options.check_views:  # the slot is the library's now
                 self._checksums[name] = zlib.crc32(_bytes_of(view))
             self._complete(slot)
+
+    def _compressing_steps(self, slot: _Slot, source: Any, is_last: bool) -> list[Step]:
+        """Add up in full precision; what the last pass has made complete is compressed."""
+        assert slot.codec is not None
+        total = self._sums.get(slot.name)
+        if source is not None:
+            given = np.asarray(source)
+            total = given.astype(slot.dtype) if total is None else total + given
+        if not is_last:
+            return [(self._sums.__setitem__, slot.name, total)]
+        wire, context = slot.codec.compress(np.asarray(total, order="C"))
+        return [
+            (slot.view.__setitem__, ..., wire),
+            (self._contexts.__setitem__, slot.name, context),
+            (self._sums.pop, slot.name, None),
+        ]
 
     def _check_name(self, name: str, label: str) -> _Slot:
         self.check_usable()
@@ -516,6 +550,7 @@ class Reducer:
         self._record = None
         self._is_filled = False
         self._announced = _Announced()
+        self._sums, self._contexts, self._decoded = {}, {}, {}
         self._touched.clear()
         self._result = self._failure = None
         self.stream.begin(self._base, self._step & 1, weight)
@@ -529,6 +564,7 @@ class Reducer:
             and not self._in_no_sync
             and not self._is_recording
             and not self.options.check_views
+            and not self._codecs
         ):
             self._open.update(self._slots)
 
@@ -716,6 +752,8 @@ class Reducer:
             if len(self._touched) < len(self._slots):
                 for name in self._slots.keys() - self._touched.keys():
                     self._slots[name].view.fill(0)
+            for name in tuple(self._sums):  # fewer passes than there might have been
+                run(self._compressing_steps(self._slots[name], None, is_last=True))
             self._is_filled = True
         for bucket in self._buckets:
             bucket.left = 0
@@ -770,9 +808,17 @@ class Reducer:
         if any(record.weight != 1.0 for record in records):
             weights = {q: record.weight for q, record in zip(ranks, records, strict=True)}
             self._drop_weightless(result, weights)
-        if all(record.flags & (_FULL | _JOINED) for record in records):
-            return result
-        return self._drop_missing(result, records)
+        if not all(record.flags & (_FULL | _JOINED) for record in records):
+            result = self._drop_missing(result, records)
+        for name, codec in self._codecs.items():
+            if name in result:
+                context = self._contexts.get(name, codec.context)
+                try:
+                    made = codec.decompress(result[name].copy(), context)
+                except Exception as exc:  # the same on every rank
+                    raise HvdliteError(f"decompressing gradient {name!r}: {exc!r}") from exc
+                result[name] = self._decoded[name] = made
+        return result
 
     def _hand_out(self) -> Mapping[str, Array]:
         """The reduced gradients: the slots; to be poisoned later, copies of them."""
@@ -883,7 +929,7 @@ class Reducer:
             if (
                 self._phase is _Phase.SYNCHRONIZED
                 and name in self._given.views
-                and _is_same_memory(grad, self._given.views[name])
+                and _is_same_memory(grad, self._decoded.get(name, self._given.views[name]))
             ):
                 continue  # from the dict that synchronize() returned
             if self._phase is not _Phase.IDLE and name in self._touched:
@@ -905,7 +951,8 @@ class Reducer:
         is_same = grad is not None and announced is not None and announced() is grad
         if grad is None:
             is_same = name in self._announced.nones
-        if not is_same and not _is_same_memory(grad, self._slots[name].view):
+        slot = self._slots[name]
+        if not is_same and (slot.codec or not _is_same_memory(grad, slot.view)):
             raise ValueError(
                 f"step(grads): {name!r} was announced by grad_ready() already, with another array; "
                 "give each gradient once"

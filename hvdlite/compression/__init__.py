@@ -1,9 +1,9 @@
 """Compression: what travels may be smaller than what is reduced.  One file a kind."""
 
-from hvdlite.compression.base import Compressor, NoneCompressor, check_compression
+from hvdlite.compression.base import Codec, Compressor, NoneCompressor, check_compression
 from hvdlite.compression.cast import BF16Compressor, FP16Compressor
 
-__all__ = ["Compression", "Compressor", "check_compression"]
+__all__ = ["Codec", "Compression", "Compressor", "check_compression"]
 
 
 class Compression:

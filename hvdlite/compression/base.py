@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from hvdlite.types import Array
 
 
@@ -76,3 +78,60 @@ def check_compression(compression: object, what: str) -> type[Compressor]:
         f"{what}: compression must be Compression.none, fp16, bf16 or a subclass of "
         f"hvdlite.Compressor, got {compression!r}"
     )
+
+
+class Codec:
+    """One compression of arrays of one shape and dtype; tried out once, with zeros.
+
+    Args:
+        compressor: The compression.
+        shape: Of the arrays.
+        dtype: Of the arrays.
+        what: Names the tensor in messages.
+
+    Attributes:
+        wire: An array such as those that travel.
+
+    Raises:
+        TypeError, ValueError: It does not do what `Compressor` asks for.
+    """
+
+    def __init__(
+        self, compressor: type[Compressor], shape: tuple[int, ...], dtype: np.dtype[Any], what: str
+    ) -> None:
+        self._compressor, self.shape, self.dtype, self._what = compressor, shape, dtype, what
+        self.wire, self.context = self._compress(np.zeros(shape, dtype))
+        self.decompress(self.wire.copy(), self.context)
+
+    def compress(self, array: Array) -> tuple[Array, Any]:
+        """What travels, and what `decompress` needs."""
+        wire, context = self._compress(array)
+        if wire.shape != self.wire.shape or wire.dtype != self.wire.dtype:
+            raise ValueError(
+                f"{self._what}: {self._compressor.__name__}.compress gave shape {wire.shape}, dtype"
+                f" {wire.dtype}, and shape {self.wire.shape}, dtype {self.wire.dtype} before; it "
+                "may depend on shape and dtype alone"
+            )
+        return wire, context
+
+    def _compress(self, array: Array) -> tuple[Array, Any]:
+        wire, context = self._compressor.compress(array)
+        if isinstance(wire, np.generic):  # what NumPy makes of arrays without dimensions
+            wire = np.asarray(wire)
+        if not isinstance(wire, np.ndarray):
+            raise TypeError(
+                f"{self._what}: {self._compressor.__name__}.compress must return (array, context), "
+                f"got {type(wire).__name__}"
+            )
+        return np.asarray(wire, order="C"), context
+
+    def decompress(self, wire: Array, context: Any, *, is_part: bool = False) -> Array:
+        """The result, of the shape and dtype of the arrays; or some of its rows."""
+        made = np.asarray(self._compressor.decompress(wire, context))
+        is_like = made.shape[1:] == self.shape[1:] if is_part else made.shape == self.shape
+        if not is_like or made.dtype != self.dtype:
+            raise ValueError(
+                f"{self._what}: {self._compressor.__name__}.decompress returned shape {made.shape},"
+                f" dtype {made.dtype} for an array of shape {self.shape}, dtype {self.dtype}"
+            )
+        return made

@@ -9,7 +9,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from hvdlite import Compression
+from hvdlite import Compression, Compressor
 from ranks import assert_all
 from training import Recorder, assert_equal, gradient, mean, zeros
 
@@ -93,8 +93,17 @@ OPTIMIZERS = {
     "op=Sum": ((Recorder(), params()), {"op": "sum"}, MISMATCH),
     "op=17": ((Recorder(), params()), {"op": 17}, ValueError),
     "op=median": ((Recorder(), params()), {"op": "median"}, ValueError),
-    "op=Adasum": ((Recorder(), params()), {"op": "Adasum"}, "HvdliteError"),
-    "compression=fp16": ((Recorder(), params()), {"compression": Compression.fp16}, "HvdliteError"),
+    "op=Adasum": ((Recorder(), {"i": np.zeros(3, int)}), {"op": "Adasum"}, TypeError),
+    "compression=fp16": (
+        (Recorder(), params()),
+        {"compression": Compression.fp16, "gradient_as_bucket_view": True},
+        ValueError,
+    ),
+    "compression=broken": (
+        (Recorder(), params()),
+        {"compression": Compressor},
+        NotImplementedError,
+    ),
     "compression=zip": ((Recorder(), params()), {"compression": "zip"}, TypeError),
     "passes=0": ((Recorder(), params()), {"backward_passes_per_step": 0}, ValueError),
     "passes=True": ((Recorder(), params()), {"backward_passes_per_step": True}, ValueError),
