@@ -44,6 +44,7 @@ from hvdlite.collectives import (
 )
 from hvdlite.compression import Compression, Compressor
 from hvdlite.config import Config
+from hvdlite.consistency import check_consistency
 from hvdlite.context import Context, current, describe, init, is_initialized, shutdown
 from hvdlite.data import average_metrics, shard
 from hvdlite.errors import (
@@ -87,14 +88,13 @@ from hvdlite.queries import (
     size,
     stats,
 )
+from hvdlite.state import broadcast_optimizer_state
 from hvdlite.types import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 __version__ = "0.1.0"
 
 _LATER = frozenset(
     (
-        "broadcast_optimizer_state",
-        "check_consistency",
         "start_timeline",
         "stop_timeline",
         "elastic",
@@ -174,8 +174,10 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_consistency",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -70,10 +70,28 @@ def to_numpy(array: object, what: str) -> tuple[Array, Restore]:
     raise TypeError(f"{what}: expected {_ACCEPTED}, got {kind}{hint}")
 
 
+def is_array(value: object) -> bool:
+    """Whether `value` is an array of numbers, NumPy's or torch's: what `memory_of()` takes."""
+    if isinstance(value, np.ndarray):
+        return type(value) in (np.ndarray, np.memmap) and _can_travel(value.dtype)
+    return _is_of(value, "torch", "Tensor")
+
+
+def empty(pattern: Any, shape: tuple[int, ...]) -> Any:
+    """A new array of the kind and dtype of `pattern`, for which `is_array()` holds."""
+    if isinstance(pattern, np.ndarray):
+        return np.empty(shape, pattern.dtype)
+    return pattern.detach().new_empty(shape)
+
+
+def _can_travel(dtype: np.dtype[Any]) -> bool:
+    is_number = dtype.kind in "biufc" and dtype.isbuiltin != _USER_DEFINED
+    return is_number or dtype.name == "bfloat16"
+
+
 def check_dtype(dtype: np.dtype[Any], what: str) -> None:
     """Raise TypeError unless arrays of `dtype` can travel: bool, numbers, bfloat16."""
-    is_number = dtype.kind in "biufc" and dtype.isbuiltin != _USER_DEFINED
-    if not is_number and dtype.name != "bfloat16":
+    if not _can_travel(dtype):
         raise TypeError(
             f"{what}: arrays of dtype {dtype} cannot travel; use bool, integers, floats (bfloat16 "
             "too) or complex numbers"
@@ -115,7 +133,28 @@ def store_into(array: object, what: str) -> Store:
         TypeError: It cannot be overwritten: a scalar, a JAX array.
         ValueError: It is read-only.
     """
-    is_bits = False  # NumPy sees torch's bfloat16 as int16
+    target = memory_of(array, what)
+    # NumPy sees torch's bfloat16 as int16.
+    is_bits = not isinstance(array, np.ndarray) and _is_bfloat16(array)
+
+    def store(result: Array) -> Any:
+        target[...] = result.view(np.int16) if is_bits else result
+        return array
+
+    return store
+
+
+def memory_of(array: object, what: str) -> Array:
+    """The memory of the caller's array, to be overwritten; torch's bfloat16 as int16.
+
+    Args:
+        array: A writable NumPy array of any layout and byte order, or a torch tensor on the CPU.
+        what: Names the call and the tensor in messages.
+
+    Raises:
+        TypeError: It cannot be overwritten: a scalar, a JAX array.
+        ValueError: It is read-only.
+    """
     if isinstance(array, np.ndarray):
         target = array
     elif _is_of(array, "torch", "Tensor"):
@@ -123,8 +162,7 @@ def store_into(array: object, what: str) -> Store:
         plain, torch = tensor.detach(), sys.modules["torch"]
         if plain.is_conj() or plain.is_neg() or plain.layout != torch.strided:
             raise TypeError(f"{what}: a tensor of this kind cannot be overwritten in place")
-        is_bits = plain.dtype == torch.bfloat16
-        target = plain.view(torch.int16).numpy() if is_bits else plain.numpy()
+        target = (plain.view(torch.int16) if _is_bfloat16(plain) else plain).numpy()
     else:
         raise TypeError(
             f"{what}: a {type(array).__name__} cannot be overwritten; pass a NumPy array or a "
@@ -132,12 +170,11 @@ def store_into(array: object, what: str) -> Store:
         )
     if not target.flags.writeable:
         raise ValueError(f"{what}: the array is read-only: it cannot be overwritten")
+    return target
 
-    def store(result: Array) -> Any:
-        target[...] = result.view(np.int16) if is_bits else result
-        return array
 
-    return store
+def _is_bfloat16(tensor: Any) -> bool:
+    return bool(tensor.dtype == sys.modules["torch"].bfloat16)
 
 
 def _is_of(array: object, module: str, name: str) -> bool:

@@ -228,7 +228,23 @@ def named_arrays(params: Any, what: str) -> dict[str, Array]:
     """A mapping or (name, array) pairs as a dict of NumPy arrays, in the order given.
 
     Raises:
-        TypeError: A set, something that is no pair, a name that is no str, no NumPy array.
+        TypeError, ValueError: As `named_values`; also for what is no NumPy array.
+    """
+    named: dict[str, Array] = {}
+    for name, array in named_values(params, what).items():
+        if not isinstance(array, np.ndarray):
+            raise TypeError(
+                f"{what}: parameter {name!r} is a {type(array).__name__}, not a NumPy array"
+            )
+        named[name] = array
+    return named
+
+
+def named_values(params: Any, what: str) -> dict[str, Any]:
+    """A mapping or (name, value) pairs as a dict, in the order given.
+
+    Raises:
+        TypeError: A set, something that is no pair, a name that is no str.
         ValueError: A name twice.
     """
     if isinstance(params, set | frozenset):
@@ -242,20 +258,16 @@ def named_arrays(params: Any, what: str) -> dict[str, Array]:
             f"{what}: parameters are a mapping name -> array or (name, array) pairs, got "
             f"{type(params).__name__}"
         )
-    named: dict[str, Array] = {}
+    named: dict[str, Any] = {}
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"{what}: expected a pair (name, array), got {type(pair).__name__}")
-        name, array = pair
+        name, value = pair
         if not isinstance(name, str):
             raise TypeError(f"{what}: a parameter's name is a str, got {name!r}")
         if name in named:
             raise ValueError(f"{what}: two parameters are named {name!r}; names must be unique")
-        if not isinstance(array, np.ndarray):
-            raise TypeError(
-                f"{what}: parameter {name!r} is a {type(array).__name__}, not a NumPy array"
-            )
-        named[name] = array
+        named[name] = value
     return named
 
 

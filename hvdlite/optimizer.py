@@ -616,6 +616,14 @@ class _Broadcast:
             broadcast.run()
 
 
+def unwrapped(optimizer: DistributedOptimizer) -> tuple[Any, dict[str, Array]]:
+    """What a `DistributedOptimizer` wraps, and its parameters as they are bound now."""
+    named: dict[str, Array] = {}
+    for group in optimizer._groups:
+        named |= group.named()
+    return optimizer._wrapped, named
+
+
 # ---- reading arguments -----------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ FLOORS = {
     "groups": "topology process_set bucket fusion compression.base compression.cast compression",
     "engine": "progress negotiation reducer",
     "root": "exits context",
-    "verbs": "queries calls collectives objects data join deltas optimizer",
+    "verbs": "queries calls collectives objects data consistency join deltas optimizer state",
     "doors": "hvdlite __main__",
 }
 ORDER = [name for floor in FLOORS.values() for name in floor.split()]

@@ -72,7 +72,7 @@ def test_a_folder_of_the_same_name_beside_the_script_does_no_harm(tmp_path):
 
 def test_a_name_of_a_later_version_says_so_when_it_is_used():
     for use in (
-        lambda: hvdlite.check_consistency({}),
+        lambda: hvdlite.elastic.State(),
         lambda: hvdlite.elastic.run,
         lambda: hvdlite.elastic(),
     ):

@@ -959,7 +959,7 @@ def test_new_parameters_get_memory_of_their_own_and_old_views_stay():
     new = [world.spec(name, (16,), region=1) for name in "gh"]
     world.specs += new
     for reducer in world.reducers:
-        reducer.add(new, {"float32": np.dtype("float32")})
+        reducer.add(new, {"float32": np.dtype("float32")}, {})
     for name, address in addresses.items():
         assert world.reducers[0].views[name].ctypes.data == address
     assert world.streams[0].log[-2] == "grow [128, 128]"
