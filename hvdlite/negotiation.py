@@ -35,8 +35,10 @@ from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.progress import Progress
 from hvdlite.types import Array
 
-_CALL, _PIECE = 1, 2
+_CALLS, _PIECE = 1, 2
 _INLINE_BYTES = 32 * 1024  # up to here the data travels with the call itself
+_RETRY = 32  # submissions between two looks for room
+_BATCH_BYTES = 48 * 1024  # of data; calls that had to wait travel together up to here
 MAX_NAME_BYTES = 512
 _MAX_WIRE_BYTES = 1024
 _JOIN_NAME = "\0join"
@@ -351,7 +353,8 @@ class Matcher:
             ]
         )
         self.progress.counters.negotiations += 1
-        self.progress.nudge(self._post)
+        if len(self._unposted) % _RETRY == 1:  # there was room, or there may be again
+            self.progress.nudge(self._post)
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
@@ -471,42 +474,43 @@ class Matcher:
         return self._meetings.get(key) or _Meeting()
 
     def _post(self) -> bool:
-        """[1] Post calls in order: the members tell a repeated post by its serial number."""
+        """[1] Post calls in order: the members tell a repeated post by its serial number.
+
+        What had to wait for room travels together.
+        """
         moved = False
-        while self._unposted:
-            ticket, post = self._unposted[0]
-            if not ticket.is_posted:
-                key = ticket.key
-                self._meetings[key].posts.setdefault(self.rank, {})[post.serial] = post
-                others = self._others(ticket.ranks)
-                if others:
-                    header = (_CALL, *key, *post[:-1], post.inline is not None)
-                    if not self.control.post(others, header, post.inline or b""):
-                        return moved
-                self._woken[key] = None
+        unposted = self._unposted
+        while unposted:
+            if unposted[0][0].is_posted:  # a signal handler had broken it off there
+                unposted.popleft()
+                continue
+            others = self._others(unposted[0][0].ranks)
+            batch: list[tuple[Ticket, _Post]] = []
+            room = _BATCH_BYTES
+            for ticket, post in unposted:
+                room -= len(post.inline or b"")
+                if batch and (room < 0 or self._others(ticket.ranks) != others):
+                    break
+                batch.append((ticket, post))
+            words = [(*ticket.key, *post) for ticket, post in batch]
+            if others and not self.control.post(others, (_CALLS,), marshal.dumps(words)):
+                return moved
+            for ticket, post in batch:
+                self._meetings[ticket.key].posts.setdefault(self.rank, {})[post.serial] = post
+                self._woken[ticket.key] = None
                 ticket.is_posted = moved = True
-            self._unposted.popleft()
+                unposted.popleft()
         return moved
 
     def _others(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return _without(ranks, self.rank)
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
-        if header[0] == _CALL:
-            _, set_id, name, serial, epoch, wire, nbytes, extra, is_inline = header
-            if serial > self._filed.get(source, 0):
-                inline = bytes(payload) if is_inline else None
-                key = (set_id, name)
-                meeting = self._meeting(key)
-                meeting.posts.setdefault(source, {})[serial] = _Post(
-                    serial, epoch, wire, nbytes, extra, inline
-                )
-                self._meetings[key] = meeting
-                if not is_inline:
-                    self._announced.add((source, serial))
-                if meeting.tickets or self._join is not None:
-                    self._woken[key] = None
-                self._filed[source] = serial
+        if header[0] == _CALLS:
+            filed = self._filed.get(source, 0)
+            for set_id, name, *post in marshal.loads(payload):
+                if post[0] > filed:
+                    self._file(source, (set_id, name), _Post._make(post))
         else:
             _, serial, stage, offset = header
             incoming = self._incoming.get((source, serial, stage))
@@ -515,6 +519,16 @@ class Matcher:
                 self._woken[incoming.key] = None
             elif (source, serial) in self._announced:
                 self._early.setdefault((source, serial, stage), {})[offset] = bytes(payload)
+
+    def _file(self, source: int, key: Key, post: _Post) -> None:
+        meeting = self._meeting(key)
+        meeting.posts.setdefault(source, {})[post.serial] = post
+        self._meetings[key] = meeting
+        if post.inline is None:
+            self._announced.add((source, post.serial))
+        if meeting.tickets or self._join is not None:
+            self._woken[key] = None
+        self._filed[source] = post.serial
 
     def _go_on(self) -> bool:
         """Do what can be done in the meetings that were woken; whether anything moved."""

@@ -15,8 +15,10 @@ nothing breaks when a signal handler raises in between.
 import marshal
 import os
 import platform
+import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -31,6 +33,7 @@ _PID, _STATE, _POSTED, _SEEN = 0, 1, _LINE, 2 * _LINE
 _SERIAL, _HEADER_LENGTH, _PAYLOAD_LENGTH, _MASKS = 0, 1, 2, 3
 _MASK_BITS, _NUM_MASKS = 62, 5
 _ENTRY_WORDS = _LINE
+_ENTRY = struct.Struct(f"={_ENTRY_WORDS}q")
 _LOG_WORDS = 512  # the last so many messages are found without a search
 MAX_RANKS = _MASK_BITS * _NUM_MASKS
 _NOTE_BYTES = 1024
@@ -109,6 +112,7 @@ class ControlPage:
         self._peers = [r for r in range(size) if r != rank]
         self._next = {False: 0, True: _NUM_SMALL}  # where the search for a free entry starts
         self._readers: dict[int, tuple[int, ...]] = {}  # whom the message in an entry is for
+        self._full: dict[bool, list[int]] = {}  # what all had seen when there was no room
         self._draft = 0  # the entry that was last begun, perhaps not posted
         self._gone: set[int] = set()
         self._mine[_PID] = os.getpid()
@@ -121,29 +125,24 @@ class ControlPage:
         large = len(head) + length > _SMALL_BYTES
         mine = self._mine
         draft = self._entries + self._draft * _ENTRY_WORDS + _SERIAL
-        if mine[draft] > mine[_POSTED]:
+        posted = mine[_POSTED]
+        if mine[draft] > posted:
             mine[draft] = 0  # a post that a signal handler broke off
         i = self._free_entry(large)
         if i < 0:
             return False
+        to = tuple(to)
         self._draft = i
-        self._readers[i] = tuple(to)
-        at, offset = self._entries + i * _ENTRY_WORDS, self._data[i]
-        mine[at + _SERIAL] = 0  # nobody reads it while it changes
+        self._readers[i] = to
+        serial = posted + 1
+        row, offset, at = self._bytes[self.rank], self._data[i], self._entries + i * _ENTRY_WORDS
+        # A new serial number first: who still looks for the old message sees that it is gone.
+        _ENTRY.pack_into(row, at * _WORD, serial, len(head), length, *_masks(to))
         fence()
-        row = self._bytes[self.rank]
-        row[offset : offset + len(head)] = head
+        middle = offset + len(head)
+        row[offset:middle] = head
         if length:
-            row[offset + len(head) : offset + len(head) + length] = payload
-        mine[at + _HEADER_LENGTH] = len(head)
-        mine[at + _PAYLOAD_LENGTH] = length
-        masks = [0] * _NUM_MASKS
-        for reader in to:
-            masks[reader // _MASK_BITS] |= 1 << reader % _MASK_BITS
-        for k, mask in enumerate(masks):
-            mine[at + _MASKS + k] = mask
-        serial = mine[_POSTED] + 1
-        mine[at + _SERIAL] = serial
+            row[middle : middle + length] = payload
         mine[self._log + serial % _LOG_WORDS] = i
         fence()
         mine[_POSTED] = serial
@@ -152,10 +151,17 @@ class ControlPage:
 
     def _free_entry(self, large: bool) -> int:
         first, last = (_NUM_SMALL, self._num_entries) if large else (0, _NUM_SMALL)
-        start = self._next[large]
-        for i in chain(range(start, last), range(first, min(start, last))):
+        start = self._next[large] if self._next[large] < last else first
+        if self._is_free(start):  # the one used longest ago, as a rule
+            return start
+        rows = [self._words[r] for r in self._peers]
+        seen = [len(self._gone), *(row[k] for row in rows for k in (_SEEN + self.rank, _STATE))]
+        if seen == self._full.get(large):
+            return -1  # nobody has read anything since it was full
+        for i in chain(range(start, last), range(first, start)):
             if self._is_free(i):
                 return i
+        self._full[large] = seen
         return -1
 
     def _is_free(self, i: int) -> bool:
@@ -246,6 +252,15 @@ class ControlPage:
     def close(self) -> None:
         """See `Control.close`; the memory goes with its last user."""
         self.announce(RankState.LEFT)
+
+
+@lru_cache(1024)
+def _masks(to: tuple[int, ...]) -> tuple[int, ...]:
+    """One bit for each reader of a message."""
+    masks = [0] * _NUM_MASKS
+    for reader in to:
+        masks[reader // _MASK_BITS] |= 1 << reader % _MASK_BITS
+    return tuple(masks)
 
 
 def is_running(pid: int) -> bool:

@@ -238,7 +238,7 @@ def test_a_reader_that_looks_in_the_middle_of_a_post_sees_nothing_of_it(pages):
         got += received(c)
         assert got == [(0, ("c", when), b"x" * 5000)], f"at access {when}"
         count, when = slow.count, when + 1
-    assert when > 10
+    assert when > 4
 
 
 def test_an_author_that_laps_a_slow_reader_loses_none_of_its_messages(pages):
@@ -333,7 +333,7 @@ def test_an_alarm_at_every_point_of_post_and_poll_loses_nothing(pages):
         assert len(got) <= 2 * len(sizes)
         assert [h for _, h, _ in received(c)][-1] == ("m", 9000)
 
-    assert at_every_point(scenario, Alarm, "page.py") > 100
+    assert at_every_point(scenario, Alarm, "page.py") > 50
     assert a.post([1, 2], ("last",))
     assert received(b) == [(0, ("last",), b"")]
 
