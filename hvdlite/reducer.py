@@ -54,6 +54,7 @@ from hvdlite.errors import (
 )
 from hvdlite.fusion import FusionBuffer
 from hvdlite.progress import Progress
+from hvdlite.stall import DONE, FAILED, name_ranks
 from hvdlite.types import Array, ReduceOp
 
 _FULL, _ERROR, _REPLAN = 1, 2, 4  # flags of a step record
@@ -511,6 +512,9 @@ class Reducer:
         self._touched.clear()
         self._result = self._failure = None
         self.stream.begin(self._base, self._step & 1, weight)
+        self._progress.recorder.submitted(
+            (id(self), self._step), "step", str(self._step), self._work_nbytes
+        )
         self._phase = _Phase.OPEN
         self._open_fast_path()
 
@@ -627,13 +631,16 @@ class Reducer:
             self._check_views()
             self._phase = _Phase.CLOSING
         self._launch_rest()
+        what = f"step {self._step} of an optimizer"
         if not stream.finished():
             self._progress.wait(
                 stream.finished,
-                f"step {self._step} of an optimizer",
+                what,
                 stream.missing,
                 self._check_peers,
+                story=self._late_buckets,
             )
+        self._progress.check_quitters(what, stream.ranks)
         self._progress.remove(stream)
         records = self._read_records()
         if any(record.flags & _REPLAN for record in records):
@@ -645,6 +652,8 @@ class Reducer:
         except HvdliteError as exc:  # the step is dropped, the next one works
             failure = exc
         phase = _Phase.SYNCHRONIZED if failure is None else _Phase.IDLE
+        state = DONE if failure is None else FAILED
+        self._progress.recorder.mark((id(self), self._step), state)
         base = self._base + len(self._plan.buckets) + 1
         counters, num_works = self._progress.counters, len(self._works)
         # Plain stores, no call between them: a signal handler sees all of them or none.
@@ -689,6 +698,34 @@ class Reducer:
                 f"step {self._step} of an optimizer: ranks {sorted(closed)} have closed or dropped "
                 "theirs"
             )
+
+    def _late_buckets(self) -> list[str]:
+        """What of the ranks that this one waits for is missing, for reports."""
+        waiting: dict[int, list[int]] = {}
+        buckets = self._plan.buckets
+        for q in self.stream.missing():
+            launched = self.stream.arrived(q) - self._base
+            left = (
+                k
+                for k, bucket in enumerate(buckets)
+                if k >= launched and bucket.ranks is not None and q in bucket.ranks
+            )
+            waiting.setdefault(next(left, -1), []).append(q)
+        return [
+            f"bucket {k} of {len(buckets)} ({_some(buckets[k].names)}): not all gradients have "
+            f"come on {name_ranks(ranks)}"
+            if k >= 0
+            else f"all gradients of {name_ranks(ranks)} have come, but not the end of the step"
+            for k, ranks in waiting.items()
+        ]
+
+    def story(self) -> str:
+        """Which gradients of this rank have not come, if a step is open; for reports."""
+        if self._phase is not _Phase.OPEN:
+            return ""
+        missing = [name for name in self._slots if name not in self._touched]
+        left = f"without {_some(missing)}" if missing else "with all gradients"
+        return f"step {self._step} of an optimizer is open there, {left}"
 
     def _read_records(self) -> list[_Record]:
         return [
@@ -954,7 +991,7 @@ class Reducer:
         progress.hand_over(stream, serve)
 
     def disown(self, why: str) -> None:
-        """In a forked child: refuse every use, and leave the parent's shared memory alone."""
+        """Refuse every use, say nothing and leave the memory alone; whose it is now says `why`."""
         self._is_closed = why
         self._open.clear()
 
@@ -962,6 +999,12 @@ class Reducer:
 def _label(name: object, by_step: bool) -> str:
     """Names the call in messages."""
     return f"step(grads), {name!r}" if by_step else f"grad_ready({name!r})"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(map(repr, names[:6])) + more
 
 
 def _bytes_of(view: Array) -> memoryview:

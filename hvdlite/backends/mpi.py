@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hvdlite.arithmetic import blocked_steps, run
-from hvdlite.backends.base import Agree, Deliver, Header, RankState, Work
+from hvdlite.backends.base import Agree, Deliver, Header, Jotting, RankState, Work
 from hvdlite.backends.local import aligned_zeros
 from hvdlite.backends.page import is_running
 from hvdlite.errors import BackendUnavailableError
@@ -159,6 +159,27 @@ class MpiControl:
                 for _ in range(_ANNOUNCE_TRIES):
                     if self.post([r], word):
                         break
+
+    def quitters(self) -> list[int]:
+        """See `Control.quitters`."""
+        return [r for r, (state, _) in self._states.items() if state is RankState.GAVE_UP]
+
+    def pid(self, rank: int) -> int:
+        """See `Control.pid`."""
+        return self._pids[rank]
+
+    def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
+        """See `Control.jot`."""
+
+    def tell(self, story: str) -> None:
+        """See `Control.tell`."""
+
+    def offer_stack(self) -> None:
+        """See `Control.offer_stack`."""
+
+    def jotted(self, rank: int) -> Jotting | None:
+        """See `Control.jotted`."""
+        return None
 
     def close(self) -> None:
         """See `Control.close`."""
@@ -306,6 +327,10 @@ class MpiStream:
             late = [q for q in work.others if self._arrived[q] < position]
             return late or list(work.others)
         return [q for q in self.ranks if (self._base, q) not in self._records]
+
+    def arrived(self, rank: int) -> int:
+        """See `Stream.arrived`."""
+        return self._arrived[rank]
 
     def close(self, base: int) -> None:
         """See `Stream.close`; said at the next `poll()`, for garbage is collected anywhere."""

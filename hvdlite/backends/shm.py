@@ -184,6 +184,10 @@ class ShmStream:
             } | {q for q, flags in enumerate(self._flags) if flags[_ARRIVED] < self._concluded}
         return [self.ranks[q] for q in sorted(late)]
 
+    def arrived(self, rank: int) -> int:
+        """See `Stream.arrived`."""
+        return self._flags[self.ranks.index(rank)][_ARRIVED]
+
     def close(self, base: int) -> None:
         """See `Stream.close`."""
         self._mine[_CLOSED] = base + 1

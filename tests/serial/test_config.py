@@ -25,6 +25,7 @@ def test_defaults_are_the_documented_ones():
         "log_level": "warning",
         "stall_check_time_seconds": 60.0,
         "stall_shutdown_time_seconds": 0.0,
+        "stall_stacks": True,
         "eager_arena": 4 * 2**20,
         "block_elements": 2**15,
     }
@@ -70,6 +71,7 @@ def test_every_field_is_read_from_its_environment_name():
         log_level="trace",
         stall_check_time_seconds=1.0,
         stall_shutdown_time_seconds=100.0,
+        stall_stacks=False,
         eager_arena=2**30,
         block_elements=2048,
     )
