@@ -151,10 +151,27 @@ class Progress:
 
     def _follow(self, what: str, rank: int, note: str) -> NoReturn:
         me = self.control.rank
-        self.give_up(f"rank {me} gave up {what} because of rank {rank}: {note}")
+        self._abandon(
+            f"rank {me} gave up {what} because of rank {rank}: {note}",
+            f"{what}: rank {me} needs rank {rank}, which takes part in nothing any more: {note}",
+        )
+
+    def _time_out(self, stall: Stall) -> NoReturn:
+        """A wait has taken longer than it may."""
+        what, limit_s = stall.headline(), self.watch.shutdown_s
+        head = f"{what}, as long as it may (stall_shutdown_time_seconds={limit_s:g})"
+        self._abandon(
+            f"rank {self.control.rank} gave up: {what}", "\n  ".join([head, *stall.details()])
+        )
+
+    def _abandon(self, why: str, text: str) -> NoReturn:
+        """Give up with an error, and show what this rank did last."""
+        self.give_up(why)
+        recent = self.recorder.lines()
+        if recent:
+            logger.error("%s", "\n  ".join(recent))
         raise CollectiveTimeoutError(
-            f"{what}: rank {me} needs rank {rank}, which takes part in nothing any more: {note}. "
-            f"So rank {me} does not either; {_ADVICE}"
+            f"{text}\nSo rank {self.control.rank} takes part in nothing any more; {_ADVICE}"
         )
 
     def wait(
@@ -256,18 +273,3 @@ class Progress:
                 raise RankFailedError(
                     f"{what}: rank {self.control.rank} waits for rank {rank}, which {story}"
                 )
-
-    def _time_out(self, stall: Stall) -> NoReturn:
-        """A wait has taken longer than it may."""
-        limit_s = self.watch.shutdown_s
-        what, details = stall.headline(), stall.details()
-        recent = self.recorder.lines()
-        me = self.control.rank
-        self.give_up(f"rank {me} gave up: {what}")
-        if recent:
-            logger.error("%s", "\n  ".join(recent))
-        raise CollectiveTimeoutError(
-            f"{what}, as long as it may (stall_shutdown_time_seconds={limit_s:g})"
-            + "".join(f"\n  {line}" for line in details)
-            + f"\nRank {me} takes part in nothing any more; {_ADVICE}"
-        )

@@ -58,9 +58,7 @@ class Entry(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For `describe()`."""
-        facts = self._asdict()
-        facts["bytes"] = facts.pop("nbytes")
-        return facts
+        return {"bytes" if key == "nbytes" else key: v for key, v in self._asdict().items()}
 
     def line(self) -> str:
         """For a reader."""
@@ -307,7 +305,8 @@ def describe_call(kind: str, name: str) -> str:
     """Names a collective in messages."""
     if kind == "step":
         return f"step {name} of an optimizer"
-    name = name.removeprefix("\0")  # of our own calls
+    if name.startswith("\0"):  # one of our own
+        name = "" if ".noname." in name else name[1:]
     return f"{kind} {name!r}" if name else kind
 
 
