@@ -207,7 +207,9 @@ class Exits:
         text = _describe(kind, exc, tb)
         if not issubclass(kind, MemoryError):
             with suppress(Exception):
-                text = "\n".join([*self._recent(), text])
+                recent = self._recent()
+                if recent:
+                    text = "\n".join([*recent, text])
         self._end(text, thread, summary, 1)
 
     def _end(self, text: str, thread: str, summary: str, code: int) -> None:

@@ -325,7 +325,7 @@ class MpiStream:
             work = self._works[self._next]
             position = self._base + work.index + 1
             late = [q for q in work.others if self._arrived[q] < position]
-            return late or list(work.others)
+            return late or work.late() or list(work.others)
         return [q for q in self.ranks if (self._base, q) not in self._records]
 
     def arrived(self, rank: int) -> int:
@@ -367,6 +367,8 @@ class _Exchange:
         self.scratch_nbytes = self._own.size * len(work.ranks)
         self._out: list[Any] = []
         self._back: list[Any] = []
+        self._out_sources: list[int] = []  # of the receives, which come first in `_out`
+        self._back_sources: list[int] = []
         self._operands: list[Array] = []
         self._weights: list[float] = []
         self._tag = 0
@@ -390,8 +392,17 @@ class _Exchange:
                 for piece in _messages(self._operands[self.ranks.index(q)], q, tag)
             ]
             sends = [piece for q in self.others for piece in _messages(self._slices[q], q, tag)]
+            self._out_sources = [q for _, q, _ in receives]
             self._out.extend(chain(starmap(comm.Irecv, receives), starmap(comm.Isend, sends)))
         self.begun = True
+
+    def late(self) -> list[int]:
+        """Ranks whose part has not come, once it has begun."""
+        sources, requests = self._out_sources, self._out
+        if self._back:
+            sources, requests = self._back_sources, self._back
+        waiting = zip(sources, requests, strict=False)
+        return sorted({q for q, request in waiting if not request.Test()})
 
     def advance(self, comm: "MPI.Intracomm") -> bool:
         """Go on as far as messages have come; whether something was done."""
@@ -407,6 +418,7 @@ class _Exchange:
             tag = self._tag | 1
             receives = [piece for q in self.others for piece in _messages(self._slices[q], q, tag)]
             sends = [piece for q in self.others for piece in _messages(self._own, q, tag)]
+            self._back_sources = [q for _, q, _ in receives]
             self._back.extend(chain(starmap(comm.Irecv, receives), starmap(comm.Isend, sends)))
         if self.done or not _all_done(self._back):
             return False
