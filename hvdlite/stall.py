@@ -23,6 +23,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from hvdlite import log
@@ -301,6 +302,7 @@ def offer_stacks() -> bool:
     return True
 
 
+@lru_cache(1024)  # a call asks for it several times
 def describe_call(kind: str, name: str) -> str:
     """Names a collective in messages."""
     if kind == "step":

@@ -69,6 +69,9 @@ class Network:
         ]
 
 
+_NOTHING = Jotting("", 0, False, 0.0, "", False)
+
+
 class NetworkControl:
     """`Control` of one rank of a `Network`."""
 
@@ -137,14 +140,15 @@ class NetworkControl:
     def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
         """See `Control.jot`."""
         for control in self._network.controls:
-            old = control.jottings.get(self.rank, Jotting("", 0, False, 0.0, "", False))
+            old = control.jottings.get(self.rank, _NOTHING)
             new = old if text is None else old._replace(text=text, number=count)
             control.jottings[self.rank] = new._replace(waits=waits, story="")
 
     def tell(self, story: str) -> None:
         """See `Control.tell`."""
         for control in self._network.controls:
-            control.jottings[self.rank] = control.jottings[self.rank]._replace(story=story)
+            old = control.jottings.get(self.rank, _NOTHING)
+            control.jottings[self.rank] = old._replace(story=story)
 
     def offer_stack(self) -> None:
         """See `Control.offer_stack`."""

@@ -16,6 +16,7 @@ failed, what it called last, and what it waits for.
 import marshal
 import os
 import platform
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +37,11 @@ _ENTRY_WORDS = _LINE
 _LOG_WORDS = 512  # the last so many messages are found without a search
 MAX_RANKS = _MASK_BITS * _NUM_MASKS
 _NOTE_BYTES = 1024
-_WAITS, _SINCE, _COUNT, _STORY_OF, _SHOWS_STACK = 0, 1, 2, 3, 4  # words of the jotting
 _TEXT_BYTES, _STORY_BYTES = 256, 768
+_STANDING = struct.Struct("=qq")  # waits, since
+_JOTTING = struct.Struct(f"=qqq{_TEXT_BYTES}s")  # and its number, and the text
+_SINCE, _STORY_OF, _SHOWS_STACK = 1, _JOTTING.size // _WORD, _JOTTING.size // _WORD + 1  # words
+_JOTTING_WORDS = 5 * _LINE
 _HEADER_BYTES = 2048
 _GAVE_UP = int(RankState.GAVE_UP)
 _SMALL_BYTES = 4096  # header and payload of a small message
@@ -94,10 +98,10 @@ class ControlPage:
         self._log = _SEEN + -(-size // _LINE) * _LINE
         self._entries = self._log + _LOG_WORDS
         self._jotting = self._entries + self._num_entries * _ENTRY_WORDS
-        note = self._jotting + _LINE
+        note = self._jotting + _JOTTING_WORDS
+        self._jotting_offset = self._jotting * _WORD
         self._note_offset = note * _WORD
-        self._text_offset = self._note_offset + _NOTE_BYTES
-        self._story_offset = self._text_offset + _TEXT_BYTES
+        self._story_offset = self._note_offset + _NOTE_BYTES
         data = (self._story_offset + _STORY_BYTES + 4095) // 4096 * 4096
         self._data = [
             (
@@ -260,14 +264,13 @@ class ControlPage:
 
     def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
         """See `Control.jot`."""
-        mine, at = self._mine, self._jotting
-        if text is not None:
-            raw = text.encode(errors="backslashreplace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-            offset = self._text_offset
-            self._bytes[self.rank][offset : offset + _TEXT_BYTES] = raw
-            mine[at + _COUNT] = count
-        mine[at + _SINCE] = time.monotonic_ns()  # one clock for all processes of a machine
-        mine[at + _WAITS] = waits
+        now = time.monotonic_ns()  # one clock for all processes of a machine
+        row, at = self._bytes[self.rank], self._jotting_offset
+        if text is None:
+            _STANDING.pack_into(row, at, waits, now)
+        else:
+            raw = text.encode(errors="backslashreplace")
+            _JOTTING.pack_into(row, at, waits, now, count, raw)
 
     def tell(self, story: str) -> None:
         """See `Control.tell`."""
@@ -282,24 +285,27 @@ class ControlPage:
 
     def jotted(self, rank: int) -> Jotting | None:
         """See `Control.jotted`."""
-        words = self._words[rank][self._jotting : self._jotting + _LINE]
-        since = words[_SINCE]
+        waits, since, number, raw = _JOTTING.unpack_from(self._bytes[rank], self._jotting_offset)
+        words = self._words[rank][self._jotting : self._jotting + _JOTTING_WORDS]
         return Jotting(
-            self._text(rank, self._text_offset, _TEXT_BYTES),
-            words[_COUNT],
-            bool(words[_WAITS]),
+            _text_of(raw),
+            number,
+            bool(waits),
             (time.monotonic_ns() - since) * 1e-9,
             self._text(rank, self._story_offset, _STORY_BYTES) if words[_STORY_OF] == since else "",
             bool(words[_SHOWS_STACK]),
         )
 
     def _text(self, rank: int, offset: int, length: int) -> str:
-        raw = bytes(self._bytes[rank][offset : offset + length])
-        return raw.rstrip(b"\0").decode(errors="replace")
+        return _text_of(bytes(self._bytes[rank][offset : offset + length]))
 
     def close(self) -> None:
         """See `Control.close`; the memory goes with its last user."""
         self.announce(RankState.LEFT)
+
+
+def _text_of(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
 
 
 def is_running(pid: int) -> bool:
