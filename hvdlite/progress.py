@@ -90,8 +90,10 @@ class Progress:
         self._active.pop(key, None)
 
     def clear(self) -> None:
-        """Stop advancing anything."""
+        """Stop advancing anything, and forget whom to ask or tell: nothing is held in a cycle."""
         self._active.clear()
+        self.on_give_up = lambda _: None
+        self.watch.clues, self.watch.own = lambda _: [], list
 
     def poll(self) -> bool:
         """Advance everything once, without waiting; whether anything moved."""
