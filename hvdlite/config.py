@@ -33,6 +33,7 @@ class Knob:
     high: float = math.inf
     choices: tuple[str, ...] = ()  # of a word
     horovod: str = ""  # Horovod's environment name, if it means the same
+    horovod_off: str = ""  # Horovod's flag that sets it to 0
 
     def check(self, value: object, label: str) -> object:
         """Turn a value or its text into the field's type.
@@ -165,15 +166,24 @@ class Config:
     )
     stall_check_time_seconds: float = _knob(
         60.0,
-        "Say who is missing after this time of waiting; in a later version.",
+        "Say who is missing after this time of waiting, and what it does (0: never).",
         "seconds",
         high=_WEEK,
+        horovod="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        horovod_off="HOROVOD_STALL_CHECK_DISABLE",
     )
     stall_shutdown_time_seconds: float = _knob(
         0.0,
-        "Give up after this time of waiting (0: never); in a later version.",
+        "Give up after this time of waiting: CollectiveTimeoutError (0: never).",
         "seconds",
         high=_WEEK,
+        horovod="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        horovod_off="HOROVOD_STALL_CHECK_DISABLE",
+    )
+    stall_stacks: bool = _knob(
+        True,
+        "Let the ranks that are missing print where their code stands (a signal asks them).",
+        "flag",
     )
     eager_arena: int = _knob(
         4 * 2**20,
@@ -261,12 +271,15 @@ class Config:
 _KNOBS: Final[dict[str, Knob]] = {f.name: f.metadata["knob"] for f in fields(Config)}
 
 
+_FLAG: Final = Knob("", "flag")
+
+
 def note_ignored(env: Mapping[str, str]) -> None:
     """Say in one info line which of Horovod's settings have no meaning here.
 
     To be called once logging is configured: reading the environment comes before.
     """
-    known = {knob.horovod for knob in _KNOBS.values()}
+    known = {word for knob in _KNOBS.values() for word in (knob.horovod, knob.horovod_off)}
     ignored = sorted(n for n in env if n.startswith(HOROVOD_PREFIX) and n not in known)
     if ignored:
         info_once("horovod settings", f"settings without a meaning here: {', '.join(ignored)}")
@@ -278,6 +291,8 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
     for name, knob in _KNOBS.items():
         if knob.horovod and knob.horovod in env:
             values[name] = knob.check(env[knob.horovod], knob.horovod)
+        if _FLAG.check(env.get(knob.horovod_off, "0"), knob.horovod_off):
+            values[name] = 0.0
     for key in sorted(k for k in env if k.startswith(PREFIX)):
         if key not in names:
             raise ConfigError(f"unknown setting {key} in the environment{_near(key, names)}")

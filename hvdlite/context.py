@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlite import log, topology
+from hvdlite import log, stall, topology
 from hvdlite.backends.base import Agree, Backend, RankState, Stream
 from hvdlite.backends.local import LocalBackend
 from hvdlite.backends.mpi import MpiBackend, MpiControl
@@ -26,7 +26,7 @@ from hvdlite.backends.shm import ShmBackend
 from hvdlite.config import Config, note_ignored
 from hvdlite.errors import (
     BackendUnavailableError,
-    ConfigError,
+    CollectiveTimeoutError,
     HvdliteError,
     NotInitializedError,
     ShutDownError,
@@ -80,13 +80,16 @@ class Context:
         self._agree_to_start(content, error)
         topology.check_one_machine(self.topology)
         self.backend: Backend = self._choose_backend()
-        self.progress = Progress(self.backend.control, config.exit_grace_seconds)
+        self.progress = self._make_progress()
         self.matcher = Matcher(self.backend.control, self.progress, config.block_elements)
         self.process_sets: dict[int, ProcessSet] = {}
         self._next_set_id = 0
         sets = self.process_sets
         self.matcher.members = lambda set_id: sets[set_id].ranks if set_id in sets else None
         self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+        self.progress.watch.clues = self._clues
+        self.progress.watch.own = self._open_steps
+        self.progress.on_give_up = self._abandon
         self._register(global_process_set, tuple(range(self.size)))
         control = self.backend.control
         self.exits = Exits(
@@ -96,6 +99,7 @@ class Context:
             lambda summary: control.announce(RankState.FAILED, summary),
             shutdown,
             config.abort_on_error and self.size > 1,
+            partial(self.progress.recorder.lines, _SHOWN_AT_THE_END),
         )
 
     # ---- construction ----------------------------------------------------------------------
@@ -131,6 +135,14 @@ class Context:
             return fallback
         self._mpi_fallback = fallback
         return ShmBackend(page, blocks)
+
+    def _make_progress(self) -> Progress:
+        config, control = self.config, self.backend.control
+        if config.stall_stacks and self.size > 1 and stall.offer_stacks():
+            control.offer_stack()
+        check_s, shutdown_s = config.stall_check_time_seconds, config.stall_shutdown_time_seconds
+        watch = stall.Watch(control, check_s, shutdown_s, config.stall_stacks)
+        return Progress(control, config.exit_grace_seconds, watch)
 
     def _make_page(self, main: Any) -> ControlPage:
         if not self.topology.shares_memory:
@@ -262,7 +274,27 @@ class Context:
         """Close this reducer with the Context."""
         self._reducers.add(reducer)
 
+    # ---- reports ---------------------------------------------------------------------------
+
+    def _clues(self, rank: int) -> list[str]:
+        """What else this rank knows of another one that is missing."""
+        calls = self.matcher.unanswered(rank)
+        more = f" and {len(calls) - 6} more" if len(calls) > 6 else ""
+        return [f"has called what this rank has not: {', '.join(calls[:6])}{more}"] * bool(calls)
+
+    def _open_steps(self) -> list[str]:
+        """The steps that this rank has begun, for the reports of others."""
+        return [story for reducer in list(self._reducers) if (story := reducer.story())]
+
     # ---- the end ---------------------------------------------------------------------------
+
+    def _abandon(self, why: str) -> None:
+        """This rank has given up: nothing of this Context can be used, and nothing is freed."""
+        for reducer in list(self._reducers):
+            if self._comms is not None:  # MPI may write into its memory yet
+                self._comms.unfinished.append(reducer.stream)
+            reducer.disown(why)
+        self.matcher.close(CollectiveTimeoutError(why))
 
     def close(self) -> None:
         """Give everything back; waits for nobody."""
@@ -303,6 +335,7 @@ class Context:
             "backend": self.backend.name,
             "process_sets": {k: list(ps.ranks) for k, ps in self.process_sets.items()},
             "config": {name: getattr(self.config, name) for name in Config.__dataclass_fields__},
+            "recent": [entry.as_dict() for entry in self.progress.recorder.entries()],
         }
 
 
@@ -321,7 +354,7 @@ class _Comms:
     control: Any
     data: Any
     generation: int = 0  # Contexts that have used them before
-    unfinished: list[Any] = field(default_factory=list)  # sends of theirs that MPI still reads
+    unfinished: list[Any] = field(default_factory=list)  # what of theirs MPI may still touch
 
 
 def _lease(mpi: Any, comm: Any) -> _Comms:
@@ -342,6 +375,7 @@ def _lease(mpi: Any, comm: Any) -> _Comms:
     return comms
 
 
+_SHOWN_AT_THE_END = 10  # collectives, where an exception ends the job
 _FORKED = (
     "this process was forked from a rank; MPI and shared memory belong to the parent. Start "
     "helpers by 'spawn' or 'forkserver', or do not call hvdlite in them"
@@ -396,7 +430,6 @@ def init(
     sets: list[ProcessSet] = []
     try:
         settings = Config.resolve(config, os.environ)
-        _refuse_what_comes_later(settings)
         sets = [new if isinstance(new, ProcessSet) else ProcessSet(new) for new in process_sets]
     except (ValueError, TypeError) as exc:  # raised once all ranks know
         error = exc
@@ -426,16 +459,6 @@ def _tell_what_stays(asked: Config, settings: Config) -> None:
             "init() was called before, and its settings stay: %s; call shutdown() first",
             ", ".join(kept),
         )
-
-
-def _refuse_what_comes_later(settings: Config) -> None:
-    """A setting that does nothing yet must not look as if it did."""
-    for name in ("stall_check_time_seconds", "stall_shutdown_time_seconds"):
-        if getattr(settings, name) != getattr(Config(), name):
-            raise ConfigError(
-                f"{name} (HVDLITE_{name.upper()}): stall reports come with a later version of "
-                "hvdlite; leave it out"
-            )
 
 
 def _make_context(

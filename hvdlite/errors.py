@@ -32,7 +32,7 @@ class MissingGradientError(HorovodInternalError):
 
 
 class CollectiveTimeoutError(HorovodInternalError, TimeoutError):
-    """A rank did not come in time; the message names it, the call and the knob."""
+    """A rank did not come in time; the message names it, the call and the setting."""
 
 
 class RankFailedError(HorovodInternalError):
@@ -40,7 +40,7 @@ class RankFailedError(HorovodInternalError):
 
 
 class ShutDownError(HorovodInternalError):
-    """A call came after `hvdlite.shutdown()`, or another rank has shut down."""
+    """A call came after `hvdlite.shutdown()`, or after this rank has given up waiting."""
 
 
 class BackendUnavailableError(HvdliteError, RuntimeError):

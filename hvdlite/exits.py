@@ -72,6 +72,7 @@ class Exits:
         on_leave: Called when the process ends without a failure; must not wait either.
         enabled: False leaves exceptions and exit codes to Python; only `on_leave` is called, at
             every end.
+        recent: Lines about what this rank did last, shown above a traceback.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class Exits:
         on_failure: Callable[[str], None],
         on_leave: Callable[[], None],
         enabled: bool,
+        recent: Callable[[], list[str]] = list,
     ) -> None:
         """Only remember; `install()` acts."""
         self._abort, self._on_failure, self._on_leave = abort, on_failure, on_leave
-        self._enabled = enabled
+        self._enabled, self._recent = enabled, recent
         self._pid = os.getpid()
         self._tag = f"[hvdlite rank {rank}/{size} {os.uname().nodename} {self._pid} "
         # Ready-made for the case that there is no memory left to make anything.
@@ -202,7 +204,13 @@ class Exits:
             summary = f"{kind.__name__}: {_shorten(str(exc))}"
         except Exception:  # a __str__ of the user's that fails, or no memory
             summary = kind.__name__
-        self._end(_describe(kind, exc, tb), thread, summary, 1)
+        text = _describe(kind, exc, tb)
+        if not issubclass(kind, MemoryError):
+            with suppress(Exception):
+                recent = self._recent()
+                if recent:
+                    text = "\n".join([*recent, text])
+        self._end(text, thread, summary, 1)
 
     def _end(self, text: str, thread: str, summary: str, code: int) -> None:
         """Write, tell, give the launcher time, abort; nothing may keep this rank from the last."""

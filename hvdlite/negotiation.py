@@ -33,6 +33,7 @@ from hvdlite.arithmetic import Reduction, Step, at_once, blocked_steps, run
 from hvdlite.backends.base import Control, Header
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.progress import Progress
+from hvdlite.stall import DONE, FAILED, MATCHED, describe_call
 from hvdlite.types import Array
 
 _CALLS, _PIECE = 1, 2
@@ -233,8 +234,12 @@ class Ticket:
     @property
     def what(self) -> str:
         """Names the call in messages."""
-        kind, name = self.signature[0][1], self.name.lstrip("\0")
-        return f"{kind} {name!r}" if name else str(kind)
+        return describe_call(self.kind, self.name)
+
+    @property
+    def kind(self) -> str:
+        """The kind of call, e.g. "allreduce"."""
+        return str(self.signature[0][1]) if self.signature else "joined"
 
     @property
     def is_answer(self) -> bool:
@@ -310,9 +315,12 @@ class Matcher:
 
         Raises:
             ValueError: The name is too long, or this rank has a call of that name under way.
+            ShutDownError: This rank has given up.
         """
         if ticket.is_submitted:
             return ticket
+        if self.progress.abandoned:
+            self.progress.refuse(ticket.what)
         if self._join is not None and not ticket.is_answer and ticket is not self._join:
             raise RuntimeError(
                 f"{ticket.what}: this rank has joined; call join() again, until it returns"
@@ -353,6 +361,8 @@ class Matcher:
             ]
         )
         self.progress.counters.negotiations += 1
+        kind = ticket.kind
+        self.progress.recorder.submitted(ticket.serial, kind, ticket.name, data.size)
         if len(self._unposted) % _RETRY == 1:  # there was room, or there may be again
             self.progress.nudge(self._post)
         return ticket
@@ -366,7 +376,12 @@ class Matcher:
         """
         if not ticket.done:
             self.progress.wait(
-                lambda: ticket.done, ticket.what, lambda: self.missing(ticket), None, timeout_s
+                lambda: ticket.done,
+                ticket.what,
+                lambda: self.missing(ticket),
+                None,
+                timeout_s,
+                lambda: self._story(ticket),
             )
         return self.result(ticket)
 
@@ -451,6 +466,23 @@ class Matcher:
             return sorted(pending) or [r for r in ticket.ranks if r != self.rank]
         posts = self._meeting(ticket.key).posts
         return [r for r in ticket.ranks if not posts.get(r)]
+
+    def _story(self, ticket: Ticket) -> list[str]:
+        """How far a call has come, for reports."""
+        transfer = ticket.transfer
+        if not ticket.is_matched or transfer is None:
+            return []
+        received = sum(incoming.received for incoming in transfer.incoming.values())
+        sent = sum(outgoing.offset for outgoing in transfer.outgoing)
+        return [f"all have called; {received} bytes have come and {sent} are out"]
+
+    def unanswered(self, rank: int) -> list[str]:
+        """What a rank has called and this one has not, for reports."""
+        return [
+            describe_call(marshal.loads(next(iter(posts.values())).wire)[0][1], name)
+            for (_, name), meeting in list(self._meetings.items())
+            if (posts := meeting.posts.get(rank)) and not meeting.tickets
+        ]
 
     def advance(self) -> bool:
         """Read messages and go on with every call that can; whether anything moved."""
@@ -626,6 +658,7 @@ class Matcher:
                     stream.take(offset, piece)
                 self._early.pop(where, None)
         ticket.is_matched = True
+        self.progress.recorder.mark(ticket.serial, MATCHED)
         return True
 
     def _plan(self, ticket: Ticket) -> None:
@@ -772,6 +805,7 @@ class Matcher:
 
     def _retire(self, ticket: Ticket) -> None:
         """The call is over; every line bears being run twice."""
+        self.progress.recorder.mark(ticket.serial, FAILED if ticket.error else DONE)
         ticket.done = True
         for r, post in ticket.posts.items():
             if post.inline is None:

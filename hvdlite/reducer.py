@@ -55,6 +55,7 @@ from hvdlite.errors import (
 )
 from hvdlite.fusion import FusionBuffer
 from hvdlite.progress import Progress
+from hvdlite.stall import DONE, FAILED, name_ranks
 from hvdlite.types import Array, ReduceOp
 
 _FULL, _ERROR, _REPLAN, _JOINED = 1, 2, 4, 8  # flags of a step record
@@ -554,6 +555,9 @@ class Reducer:
         self._touched.clear()
         self._result = self._failure = None
         self.stream.begin(self._base, self._step & 1, weight)
+        self._progress.recorder.submitted(
+            (id(self), self._step), "step", str(self._step), self._work_nbytes
+        )
         self._phase = _Phase.OPEN
         self._open_fast_path()
 
@@ -670,14 +674,17 @@ class Reducer:
         elif self._is_joined:
             raise RuntimeError("synchronize(): this rank has joined; call join() again")
         stream = self.stream
+        what = f"step {self._step} of an optimizer"
         self._close_step()
         if not stream.finished():
             self._progress.wait(
                 stream.finished,
-                f"step {self._step} of an optimizer",
+                what,
                 stream.missing,
                 self._check_peers,
+                story=self._late_buckets,
             )
+        self._progress.check_quitters(what, stream.ranks)
         return self._end_step()
 
     def serve(self, may_open: bool) -> bool:
@@ -702,6 +709,7 @@ class Reducer:
         self._close_step()
         if not self.stream.finished():
             return self.stream.advance()
+        self._progress.check_quitters("join()", self.stream.ranks)
         with suppress(HvdliteError):  # those who train are told
             self._end_step()
             self._phase, self._result = _Phase.IDLE, None
@@ -729,6 +737,8 @@ class Reducer:
         except HvdliteError as exc:  # the step is dropped, the next one works
             failure = exc
         phase = _Phase.SYNCHRONIZED if failure is None else _Phase.IDLE
+        state = DONE if failure is None else FAILED
+        self._progress.recorder.mark((id(self), self._step), state)
         base = self._base + len(self._plan.buckets) + 1
         has_joined_ranks = any(record.flags & _JOINED for record in records)
         counters, num_works = self._progress.counters, len(self._works)
@@ -778,6 +788,34 @@ class Reducer:
                 f"step {self._step} of an optimizer: ranks {sorted(closed)} have closed or dropped "
                 "theirs"
             )
+
+    def _late_buckets(self) -> list[str]:
+        """What of the ranks that this one waits for is missing, for reports."""
+        waiting: dict[int, list[int]] = {}
+        buckets = self._plan.buckets
+        for q in self.stream.missing():
+            launched = self.stream.arrived(q) - self._base
+            left = (
+                k
+                for k, bucket in enumerate(buckets)
+                if k >= launched and bucket.ranks is not None and q in bucket.ranks
+            )
+            waiting.setdefault(next(left, -1), []).append(q)
+        return [
+            f"bucket {k} of {len(buckets)} ({_some(buckets[k].names)}): not all gradients have "
+            f"come on {name_ranks(ranks)}"
+            if k >= 0
+            else f"all gradients of {name_ranks(ranks)} have come, but not the end of the step"
+            for k, ranks in waiting.items()
+        ]
+
+    def story(self) -> str:
+        """Which gradients of this rank have not come, if a step is open; for reports."""
+        if self._phase is not _Phase.OPEN:
+            return ""
+        missing = [name for name in self._slots if name not in self._touched]
+        left = f"without {_some(missing)}" if missing else "with all gradients"
+        return f"step {self._step} of an optimizer is open there, {left}"
 
     def _read_records(self) -> list[_Record]:
         return [
@@ -1057,7 +1095,7 @@ class Reducer:
         progress.hand_over(stream, serve)
 
     def disown(self, why: str) -> None:
-        """In a forked child: refuse every use, and leave the parent's shared memory alone."""
+        """Refuse every use, say nothing and leave the memory alone; whose it is now says `why`."""
         self._is_closed = why
         self._open.clear()
 
@@ -1065,6 +1103,12 @@ class Reducer:
 def _label(name: object, by_step: bool) -> str:
     """Names the call in messages."""
     return f"step(grads), {name!r}" if by_step else f"grad_ready({name!r})"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(map(repr, names[:6])) + more
 
 
 def _bytes_of(view: Array) -> memoryview:

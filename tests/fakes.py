@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlite.backends.base import Agree, Deliver, Header, RankState, Work
+from hvdlite.backends.base import Agree, Deliver, Header, Jotting, RankState, Work
 from hvdlite.backends.local import aligned_zeros
 from hvdlite.negotiation import Matcher
 from hvdlite.progress import Progress
@@ -69,6 +69,9 @@ class Network:
         ]
 
 
+_NOTHING = Jotting("", 0, False, 0.0, "", False)
+
+
 class NetworkControl:
     """`Control` of one rank of a `Network`."""
 
@@ -76,6 +79,8 @@ class NetworkControl:
         self.rank, self.size = rank, size
         self.max_payload = max_payload
         self.states = [(RankState.ALIVE, "")] * size
+        self.pids: dict[int, int] = {}
+        self.jottings: dict[int, Jotting] = {}
         self._network = network
 
     def post(self, to: Sequence[int], header: Header, payload: memoryview | bytes = b"") -> bool:
@@ -120,6 +125,37 @@ class NetworkControl:
 
     def announce(self, state: RankState, note: str = "") -> None:
         """See `Control.announce`."""
+        if self.states[self.rank][0] < RankState.LEFT:
+            for control in self._network.controls:
+                control.states[self.rank] = (state, note)
+
+    def quitters(self) -> list[int]:
+        """See `Control.quitters`."""
+        return [r for r, (state, _) in enumerate(self.states) if state is RankState.GAVE_UP]
+
+    def pid(self, rank: int) -> int:
+        """See `Control.pid`."""
+        return self.pids.get(rank, 0)
+
+    def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
+        """See `Control.jot`."""
+        for control in self._network.controls:
+            old = control.jottings.get(self.rank, _NOTHING)
+            new = old if text is None else old._replace(text=text, number=count)
+            control.jottings[self.rank] = new._replace(waits=waits, story="")
+
+    def tell(self, story: str) -> None:
+        """See `Control.tell`."""
+        for control in self._network.controls:
+            old = control.jottings.get(self.rank, _NOTHING)
+            control.jottings[self.rank] = old._replace(story=story)
+
+    def offer_stack(self) -> None:
+        """See `Control.offer_stack`."""
+
+    def jotted(self, rank: int) -> Jotting | None:
+        """See `Control.jotted`."""
+        return self.jottings.get(rank)
 
     def close(self) -> None:
         """See `Control.close`."""
@@ -142,6 +178,7 @@ class LoggingStream:
         on_advance: Called by `advance()`; may raise, as a signal handler does.
         is_released: Whether the peers have come, so that what was launched is done.
         late: What `missing()` says until then.
+        arrivals: What `arrived()` says.
         closed: What `closed_ranks()` says.
     """
 
@@ -158,6 +195,7 @@ class LoggingStream:
         self.on_advance: Callable[[], None] = lambda: None
         self.is_released = True
         self.late: list[int] = []
+        self.arrivals: dict[int, int] = {}
         self.closed: list[int] = []
         self.record: bytes | None = None
         self._rank = rank
@@ -236,6 +274,10 @@ class LoggingStream:
     def missing(self) -> list[int]:
         """See `Stream.missing`."""
         return [] if self.finished() else self.late
+
+    def arrived(self, rank: int) -> int:
+        """See `Stream.arrived`."""
+        return self.arrivals.get(rank, 0)
 
     def close(self, base: int) -> None:
         """See `Stream.close`."""

@@ -17,7 +17,7 @@ Writing one:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,18 @@ class RankState(IntEnum):
     ALIVE = 1
     LEFT = 2  # called shutdown() or came to its end
     FAILED = 3  # has said so itself, or its process is gone
+    GAVE_UP = 4  # has waited too long, and takes part in nothing any more
+
+
+class Jotting(NamedTuple):
+    """What a rank has jotted down for the others, and when."""
+
+    text: str  # its last call; "": none yet
+    number: int  # of that call, counted on its rank
+    waits: bool  # in that call; else it is in the user's code
+    age_s: float
+    story: str  # what it waits for, once that takes long
+    shows_stack: bool
 
 
 class Control(Protocol):
@@ -77,6 +89,38 @@ class Control(Protocol):
 
     def announce(self, state: RankState, note: str = "") -> None:
         """Tell everybody that this rank leaves or fails; waits for nobody."""
+        ...
+
+    def quitters(self) -> list[int]:
+        """Ranks that are known to have given up.  Cheap."""
+        ...
+
+    def pid(self, rank: int) -> int:
+        """Process id of a rank; 0 where it cannot be seen from here."""
+        ...
+
+    def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
+        """Note what this rank does now, for the others to read at any time.
+
+        At most a microsecond; where there is no shared memory it does nothing.
+
+        Args:
+            waits: In the call, or not (any more).
+            text: Names the call; None: as before.
+            count: How many there were.
+        """
+        ...
+
+    def tell(self, story: str) -> None:
+        """Add to the note what this rank waits for; it goes with the next `jot()`."""
+        ...
+
+    def offer_stack(self) -> None:
+        """Note that this process prints its stack when it gets the signal for that."""
+        ...
+
+    def jotted(self, rank: int) -> Jotting | None:
+        """What a rank has noted; None where there is no shared memory."""
         ...
 
     def close(self) -> None:
@@ -198,6 +242,13 @@ class Stream(Protocol):
 
     def begun(self, base: int) -> bool:
         """Whether a peer has arrived in the step that `begin(base, ...)` would open here."""
+        ...
+
+    def arrived(self, rank: int) -> int:
+        """Up to which position a rank has come, as far as known; for messages.
+
+        In a step that began at `base` it is past bucket k of the plan from `base + k + 1` on.
+        """
         ...
 
     def close(self, base: int) -> None:

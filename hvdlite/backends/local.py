@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlite.backends.base import Agree, Deliver, Header, RankState, Work
+from hvdlite.backends.base import Agree, Deliver, Header, Jotting, RankState, Work
 from hvdlite.types import Array
 
 
@@ -35,6 +35,27 @@ class LocalControl:
 
     def announce(self, state: RankState, note: str = "") -> None:
         """See `Control.announce`."""
+
+    def quitters(self) -> list[int]:
+        """See `Control.quitters`."""
+        return []
+
+    def pid(self, rank: int) -> int:
+        """See `Control.pid`."""
+        return 0
+
+    def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
+        """See `Control.jot`."""
+
+    def tell(self, story: str) -> None:
+        """See `Control.tell`."""
+
+    def offer_stack(self) -> None:
+        """See `Control.offer_stack`."""
+
+    def jotted(self, rank: int) -> Jotting | None:
+        """See `Control.jotted`."""
+        return None
 
     def close(self) -> None:
         """See `Control.close`."""
@@ -93,6 +114,10 @@ class LocalStream:
     def begun(self, base: int) -> bool:
         """See `Stream.begun`; there are no peers."""
         return False
+
+    def arrived(self, rank: int) -> int:
+        """See `Stream.arrived`."""
+        return 0
 
     def close(self, base: int) -> None:
         """See `Stream.close`."""

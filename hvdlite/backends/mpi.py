@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hvdlite.arithmetic import blocked_steps, run
-from hvdlite.backends.base import Agree, Deliver, Header, RankState, Work
+from hvdlite.backends.base import Agree, Deliver, Header, Jotting, RankState, Work
 from hvdlite.backends.local import aligned_zeros
 from hvdlite.backends.page import is_running
 from hvdlite.errors import BackendUnavailableError
@@ -159,6 +159,27 @@ class MpiControl:
                 for _ in range(_ANNOUNCE_TRIES):
                     if self.post([r], word):
                         break
+
+    def quitters(self) -> list[int]:
+        """See `Control.quitters`."""
+        return [r for r, (state, _) in self._states.items() if state is RankState.GAVE_UP]
+
+    def pid(self, rank: int) -> int:
+        """See `Control.pid`."""
+        return self._pids[rank]
+
+    def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
+        """See `Control.jot`."""
+
+    def tell(self, story: str) -> None:
+        """See `Control.tell`."""
+
+    def offer_stack(self) -> None:
+        """See `Control.offer_stack`."""
+
+    def jotted(self, rank: int) -> Jotting | None:
+        """See `Control.jotted`."""
+        return None
 
     def close(self) -> None:
         """See `Control.close`."""
@@ -304,13 +325,17 @@ class MpiStream:
             work = self._works[self._next]
             position = self._base + work.index + 1
             late = [q for q in work.others if self._arrived[q] < position]
-            return late or list(work.others)
+            return late or work.late() or list(work.others)
         return [q for q in self.ranks if (self._base, q) not in self._records]
 
     def begun(self, base: int) -> bool:
         """See `Stream.begun`."""
         others = self._others
         return any(self._arrived[q] > base or (base, q) in self._records for q in others)
+
+    def arrived(self, rank: int) -> int:
+        """See `Stream.arrived`."""
+        return self._arrived[rank]
 
     def close(self, base: int) -> None:
         """See `Stream.close`; said at the next `poll()`, for garbage is collected anywhere."""
@@ -347,6 +372,8 @@ class _Exchange:
         self.scratch_nbytes = self._own.size * len(work.ranks)
         self._out: list[Any] = []
         self._back: list[Any] = []
+        self._out_sources: list[int] = []  # of the receives, which come first in `_out`
+        self._back_sources: list[int] = []
         self._operands: list[Array] = []
         self._weights: list[float] = []
         self._tag = 0
@@ -370,8 +397,17 @@ class _Exchange:
                 for piece in _messages(self._operands[self.ranks.index(q)], q, tag)
             ]
             sends = [piece for q in self.others for piece in _messages(self._slices[q], q, tag)]
+            self._out_sources = [q for _, q, _ in receives]
             self._out.extend(chain(starmap(comm.Irecv, receives), starmap(comm.Isend, sends)))
         self.begun = True
+
+    def late(self) -> list[int]:
+        """Ranks whose part has not come, once it has begun."""
+        sources, requests = self._out_sources, self._out
+        if self._back:
+            sources, requests = self._back_sources, self._back
+        waiting = zip(sources, requests, strict=False)
+        return sorted({q for q, request in waiting if not request.Test()})
 
     def advance(self, comm: "MPI.Intracomm") -> bool:
         """Go on as far as messages have come; whether something was done."""
@@ -387,6 +423,7 @@ class _Exchange:
             tag = self._tag | 1
             receives = [piece for q in self.others for piece in _messages(self._slices[q], q, tag)]
             sends = [piece for q in self.others for piece in _messages(self._own, q, tag)]
+            self._back_sources = [q for _, q, _ in receives]
             self._back.extend(chain(starmap(comm.Irecv, receives), starmap(comm.Isend, sends)))
         if self.done or not _all_done(self._back):
             return False

@@ -1,15 +1,16 @@
 """The control page of one machine: a shared segment with a table of short messages per rank.
 
     row of rank r  (only r writes it)
-    ┌────────────┬────────┬──────────────┬─────┬──────────────────────────┬──────┬────────────────┐
-    │ pid  state │ posted │ seen[author] │ log │ entries: serial, lengths │ note │ small and large│
-    └────────────┴────────┴──────────────┴─────┴──────────────────────────┴──────┴────────────────┘
+    ┌────────────┬────────┬──────────────┬─────┬──────────────────────────┬───────┬───────────────┐
+    │ pid  state │ posted │ seen[author] │ log │ entries: serial, lengths │ notes │ small, large  │
+    └────────────┴────────┴──────────────┴─────┴──────────────────────────┴───────┴───────────────┘
 
 A rank posts a message by filling a free entry of its own row, noting in its log which one, and then
 raising `posted`.  Every other rank sees the counter, reads the entries that are for it, and raises
 `seen[author]` in its own row; an entry is free again when all it was for have seen it.  Counters
 only grow, so they are read without a lock; what was done is always derived from them, so that
-nothing breaks when a signal handler raises in between.
+nothing breaks when a signal handler raises in between.  The notes are for messages only: why a rank
+failed, what it called last, and what it waits for.
 """
 
 import marshal
@@ -17,13 +18,14 @@ import os
 import platform
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
 from hvdlite.arithmetic import Step
-from hvdlite.backends.base import Deliver, Header, RankState
+from hvdlite.backends.base import Deliver, Header, Jotting, RankState
 from hvdlite.backends.segment import Segment
 from hvdlite.errors import BackendUnavailableError
 
@@ -37,7 +39,13 @@ _ENTRY = struct.Struct(f"={_ENTRY_WORDS}q")
 _LOG_WORDS = 512  # the last so many messages are found without a search
 MAX_RANKS = _MASK_BITS * _NUM_MASKS
 _NOTE_BYTES = 1024
+_TEXT_BYTES, _STORY_BYTES = 256, 768
+_STANDING = struct.Struct("=qq")  # waits, since
+_JOTTING = struct.Struct(f"=qqq{_TEXT_BYTES}s")  # and its number, and the text
+_SINCE, _STORY_OF, _SHOWS_STACK = 1, _JOTTING.size // _WORD, _JOTTING.size // _WORD + 1  # words
+_JOTTING_WORDS = 5 * _LINE
 _HEADER_BYTES = 2048
+_GAVE_UP = int(RankState.GAVE_UP)
 _SMALL_BYTES = 4096  # header and payload of a small message
 _NUM_SMALL = 256
 _LARGE_BYTES = 128 * 1024
@@ -91,9 +99,12 @@ class ControlPage:
         self._num_entries = _NUM_SMALL + num_large
         self._log = _SEEN + -(-size // _LINE) * _LINE
         self._entries = self._log + _LOG_WORDS
-        note = self._entries + self._num_entries * _ENTRY_WORDS
-        data = (note * _WORD + _NOTE_BYTES + 4095) // 4096 * 4096
+        self._jotting = self._entries + self._num_entries * _ENTRY_WORDS
+        note = self._jotting + _JOTTING_WORDS
+        self._jotting_offset = self._jotting * _WORD
         self._note_offset = note * _WORD
+        self._story_offset = self._note_offset + _NOTE_BYTES
+        data = (self._story_offset + _STORY_BYTES + 4095) // 4096 * 4096
         self._data = [
             (
                 data + i * _SMALL_BYTES
@@ -225,9 +236,8 @@ class ControlPage:
     def state(self, rank: int) -> tuple[RankState, str]:
         """See `Control.state`."""
         state = RankState(self._words[rank][_STATE])
-        if state is RankState.FAILED:
-            raw = bytes(self._bytes[rank][self._note_offset : self._note_offset + _NOTE_BYTES])
-            return state, raw.rstrip(b"\0").decode(errors="replace")
+        if state >= RankState.FAILED:
+            return state, self._text(rank, self._note_offset, _NOTE_BYTES)
         if rank in self._gone and state is RankState.ALIVE:
             return RankState.FAILED, f"its process (pid {self._words[rank][_PID]}) is gone"
         return state, ""
@@ -249,6 +259,51 @@ class ControlPage:
         fence()
         self._mine[_STATE] = state
 
+    def quitters(self) -> list[int]:
+        """See `Control.quitters`."""
+        return [r for r in self._peers if self._words[r][_STATE] == _GAVE_UP]
+
+    def pid(self, rank: int) -> int:
+        """See `Control.pid`."""
+        return self._words[rank][_PID]
+
+    def jot(self, waits: bool, text: str | None = None, count: int = 0) -> None:
+        """See `Control.jot`."""
+        now = time.monotonic_ns()  # one clock for all processes of a machine
+        row, at = self._bytes[self.rank], self._jotting_offset
+        if text is None:
+            _STANDING.pack_into(row, at, waits, now)
+        else:
+            raw = text.encode(errors="backslashreplace")
+            _JOTTING.pack_into(row, at, waits, now, count, raw)
+
+    def tell(self, story: str) -> None:
+        """See `Control.tell`."""
+        raw = story.encode(errors="backslashreplace")[:_STORY_BYTES].ljust(_STORY_BYTES, b"\0")
+        offset = self._story_offset
+        self._bytes[self.rank][offset : offset + _STORY_BYTES] = raw
+        self._mine[self._jotting + _STORY_OF] = self._mine[self._jotting + _SINCE]
+
+    def offer_stack(self) -> None:
+        """See `Control.offer_stack`."""
+        self._mine[self._jotting + _SHOWS_STACK] = 1
+
+    def jotted(self, rank: int) -> Jotting | None:
+        """See `Control.jotted`."""
+        waits, since, number, raw = _JOTTING.unpack_from(self._bytes[rank], self._jotting_offset)
+        words = self._words[rank][self._jotting : self._jotting + _JOTTING_WORDS]
+        return Jotting(
+            _text_of(raw),
+            number,
+            bool(waits),
+            (time.monotonic_ns() - since) * 1e-9,
+            self._text(rank, self._story_offset, _STORY_BYTES) if words[_STORY_OF] == since else "",
+            bool(words[_SHOWS_STACK]),
+        )
+
+    def _text(self, rank: int, offset: int, length: int) -> str:
+        return _text_of(bytes(self._bytes[rank][offset : offset + length]))
+
     def close(self) -> None:
         """See `Control.close`; the memory goes with its last user."""
         self.announce(RankState.LEFT)
@@ -263,15 +318,24 @@ def _masks(to: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(masks)
 
 
+def _text_of(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
+    return process_state(pid) not in ("Z", "X")
+
+
+def process_state(pid: int) -> str:
+    """The letter that `ps` shows: R, S, D, T, ...; X: there is no such process; "": not known."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123 - ten times a second: no Path
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+            return stat.read().rpartition(b")")[2].split()[0].decode()
     except FileNotFoundError:
-        return False
+        return "X"
     except OSError:
-        return True
+        return ""
 
 
 def shared_segment(

@@ -188,6 +188,10 @@ class ShmStream:
         """See `Stream.begun`."""
         return any(flags[_ARRIVED] > base for flags in self._flags)
 
+    def arrived(self, rank: int) -> int:
+        """See `Stream.arrived`."""
+        return self._flags[self.ranks.index(rank)][_ARRIVED]
+
     def close(self, base: int) -> None:
         """See `Stream.close`."""
         self._mine[_CLOSED] = base + 1

@@ -25,6 +25,7 @@ def test_defaults_are_the_documented_ones():
         "log_level": "warning",
         "stall_check_time_seconds": 60.0,
         "stall_shutdown_time_seconds": 0.0,
+        "stall_stacks": True,
         "eager_arena": 4 * 2**20,
         "block_elements": 2**15,
     }
@@ -52,6 +53,7 @@ def test_every_field_is_read_from_its_environment_name():
         "HVDLITE_LOG_LEVEL": "Trace",
         "HVDLITE_STALL_CHECK_TIME_SECONDS": "1",
         "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1e2",
+        "HVDLITE_STALL_STACKS": "no",
         "HVDLITE_EAGER_ARENA": "1 GiB",
         "HVDLITE_BLOCK_ELEMENTS": "2048",
         "PATH": "/bin",
@@ -70,6 +72,7 @@ def test_every_field_is_read_from_its_environment_name():
         log_level="trace",
         stall_check_time_seconds=1.0,
         stall_shutdown_time_seconds=100.0,
+        stall_stacks=False,
         eager_arena=2**30,
         block_elements=2048,
     )
@@ -255,3 +258,24 @@ def test_table_has_every_field_with_its_default_and_range():
     assert by_name["exit_grace_seconds"][2:4] == ["5 seconds", "0 to 604800 seconds"]
     assert by_name["deterministic"][2:4] == ["false", "true or false"]
     assert by_name["block_elements"][2:4] == ["32768 elements", "1024 to 4194304 elements"]
+
+
+def test_horovods_stall_settings_are_read_and_its_switch_turns_both_off():
+    env = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
+    }
+    config = Config.from_env(env)
+    assert (config.stall_check_time_seconds, config.stall_shutdown_time_seconds) == (7, 20)
+    env["HOROVOD_STALL_CHECK_DISABLE"] = "0"
+    assert Config.from_env(env) == config
+    env["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+    config = Config.from_env(env)
+    assert (config.stall_check_time_seconds, config.stall_shutdown_time_seconds) == (0, 0)
+    env["HVDLITE_STALL_CHECK_TIME_SECONDS"] = "3"  # ours wins
+    assert Config.from_env(env).stall_check_time_seconds == 3
+
+
+def test_a_switch_of_horovods_that_is_no_flag_is_refused():
+    with pytest.raises(ConfigError, match="HOROVOD_STALL_CHECK_DISABLE must be true or false"):
+        Config.from_env({"HOROVOD_STALL_CHECK_DISABLE": "perhaps"})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fakes import together
 from hvdlite.backends import page as page_module
 from hvdlite.backends import segment as segment_module
-from hvdlite.backends.base import RankState
+from hvdlite.backends.base import Jotting, RankState
 from hvdlite.backends.page import MAX_RANKS, ControlPage, fence, is_running, shared_segment
 from hvdlite.errors import BackendUnavailableError
 from interrupts import Alarm, at_every_point
@@ -379,6 +379,33 @@ def test_any_note_of_a_failed_rank_can_be_told(note, shown):
     a, b = make_pages(2)
     a.announce(RankState.FAILED, note)
     assert b.state(0) == (RankState.FAILED, shown)
+
+
+def test_what_a_rank_jots_down_can_be_read():
+    a, b = make_pages(2)
+    assert b.jotted(0).text == ""
+    a.jot(False, "allreduce 'größe \udce9'", 17)
+    a.jot(True)
+    seen = b.jotted(0)
+    assert seen._replace(age_s=0.0) == Jotting(
+        "allreduce 'größe \\udce9'", 17, True, 0.0, "", False
+    )
+    assert 0 <= seen.age_s < 60
+    a.tell("for rank 1" * 1000)
+    assert b.jotted(0).story == ("for rank 1" * 1000)[:768]
+    a.jot(False, "x" * 1000)
+    assert b.jotted(0).story == ""  # it belonged to the last one
+    assert b.jotted(0).text == "x" * 256
+    a.offer_stack()
+    assert b.jotted(0).shows_stack
+    assert not b.jotted(1).shows_stack
+    assert b.pid(0) == os.getpid()
+    assert b.quitters() == []
+    a.announce(RankState.GAVE_UP, "rank 0 gave up")
+    assert b.quitters() == [0]
+    assert b.state(0) == (RankState.GAVE_UP, "rank 0 gave up")
+    a.announce(RankState.FAILED, "no more")
+    assert b.state(0) == (RankState.GAVE_UP, "rank 0 gave up")
 
 
 @pytest.mark.parametrize("end", ["left", "failed", "gone"])

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from fakes import LoggingStream, Network
 from hvdlite import log
+from hvdlite.backends.base import RankState
 from hvdlite.bucket import Plan, TensorSpec, plan_buckets
 from hvdlite.errors import (
+    CollectiveTimeoutError,
     ConfigError,
     HorovodInternalError,
     HvdliteError,
@@ -1230,3 +1232,40 @@ def test_zeroed_views_are_zero_and_never_in_the_middle_of_a_step():
     reducer.views["a"].fill(2)
     reducer.zero_views()  # what is packed is the reduced gradient: left alone
     assert (reducer.views["a"] == 2).all()
+
+
+# ---- ranks that keep others waiting ------------------------------------------------------------
+
+
+def test_a_step_says_which_bucket_is_missing_and_what_this_rank_lacks():
+    world = World({"a": (64,), "b": (64,), "c": (64,)}, fusion_threshold=0)
+    reducer, stream = world.reducers[0], world.streams[0]
+    assert reducer.story() == ""
+    world.announce(0, ["c", "b"])
+    assert reducer.story() == "step 0 of an optimizer is open there, without 'a'"
+    world.announce(0, ["a"])
+    assert reducer.story() == "step 0 of an optimizer is open there, with all gradients"
+    stream.is_released, stream.late = False, [1]
+    first, second, _ = (bucket.names[0] for bucket in reducer.plan.buckets)
+    assert reducer._late_buckets() == [
+        f"bucket 0 of 3 ({first!r}): not all gradients have come on rank 1"
+    ]
+    stream.arrivals[1] = 1
+    assert reducer._late_buckets() == [
+        f"bucket 1 of 3 ({second!r}): not all gradients have come on rank 1"
+    ]
+    stream.arrivals[1] = 3
+    assert reducer._late_buckets() == [
+        "all gradients of rank 1 have come, but not the end of the step"
+    ]
+
+
+def test_a_step_that_ends_after_a_peer_gave_up_is_an_error():
+    """The peer may have written into its slots before this rank had read them."""
+    world = World({"w": (4,)})
+    control = world.progress[0].control
+    control.states = [(RankState.ALIVE, ""), (RankState.GAVE_UP, "gave up: x")]
+    world.announce_all()
+    assert world.streams[0].finished()
+    with pytest.raises(CollectiveTimeoutError, match="step 0 of an optimizer: rank 0 needs rank 1"):
+        world.reducers[0].synchronize()
