@@ -84,7 +84,9 @@ from hvdlite.queries import (
     remove_process_set,
     rocm_built,
     size,
+    start_timeline,
     stats,
+    stop_timeline,
 )
 from hvdlite.types import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
@@ -95,8 +97,6 @@ _LATER = frozenset(
         "join",
         "broadcast_optimizer_state",
         "check_consistency",
-        "start_timeline",
-        "stop_timeline",
         "elastic",
     )
 )
@@ -210,6 +210,8 @@ __all__ = [
     "shard",
     "shutdown",
     "size",
+    "start_timeline",
     "stats",
+    "stop_timeline",
     "synchronize",
 ]

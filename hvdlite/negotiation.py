@@ -313,6 +313,9 @@ class Matcher:
             ]
         )
         self.progress.counters.negotiations += 1
+        if self.progress.timeline is not None:
+            kind = str(ticket.signature[0][1])
+            self.progress.timeline.call_submitted(ticket.serial, kind, key[1], data.size)
         self.progress.nudge(self._post)
         return ticket
 
@@ -510,6 +513,8 @@ class Matcher:
                 for offset, piece in sorted(self._early.get(where, {}).items()):
                     stream.take(offset, piece)
                 self._early.pop(where, None)
+        if self.progress.timeline is not None:
+            self.progress.timeline.call_matched(ticket.serial)
         ticket.is_matched = True
         return True
 
@@ -655,6 +660,8 @@ class Matcher:
     def _retire(self, ticket: Ticket) -> None:
         """The call is over; every line bears being run twice."""
         ticket.done = True
+        if self.progress.timeline is not None:
+            self.progress.timeline.call_over(ticket.serial)
         for r, post in ticket.posts.items():
             if post.inline is None:
                 self._announced.discard((r, post.serial))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 from hvdlite.backends.base import Control, RankState
 from hvdlite.errors import CollectiveTimeoutError, RankFailedError
+from hvdlite.timeline import Timeline, Watch
 
 _SPINS = 20  # tries at full speed: a peer that is nearly there costs no system call
 _YIELDS = 200  # tries that offer the core to others, for ranks > cores
@@ -43,11 +44,15 @@ class Progress:
     Args:
         control: Tells the state of the ranks.
         exit_grace_seconds: How long to wait for a rank that has left before raising.
+
+    Attributes:
+        timeline: Where everybody in this Context records what happens; None: nowhere.
     """
 
     def __init__(self, control: Control, exit_grace_seconds: float) -> None:
         self.control = control
         self.counters = Counters()
+        self.timeline: Timeline | None = None
         self._exit_grace_s = exit_grace_seconds
         self._active: dict[object, Callable[[], bool]] = {}
         self._busy = ""
@@ -76,6 +81,8 @@ class Progress:
         for advance in tuple(self._active.values()):
             if advance():
                 moved = True
+        if moved and self.timeline is not None:
+            self.timeline.cycle()
         return moved
 
     def nudge(self, advance: Callable[[], bool]) -> None:
@@ -125,11 +132,14 @@ class Progress:
             CollectiveTimeoutError: `timeout_s` is over.
         """
         self.check_free(what)
+        watch = None if self.timeline is None else self.timeline.watch(what)
         self._busy = what
         try:
-            self._loop(ready, what, missing, check, timeout_s)
+            self._loop(ready, what, missing, check, timeout_s, watch)
         finally:
             self._busy = ""
+            if watch is not None:
+                watch.end()
 
     def _loop(
         self,
@@ -138,6 +148,7 @@ class Progress:
         missing: Callable[[], list[int]],
         check: Callable[[], None] | None,
         timeout_s: float | None,
+        watch: Watch | None,
     ) -> None:
         idle, sleep_s = 0, _FIRST_SLEEP_S
         next_check = 0.0
@@ -149,6 +160,8 @@ class Progress:
             idle += 1
             if idle <= _SPINS:
                 continue
+            if watch is not None:
+                watch.look(missing())
             now = time.monotonic()
             if not started:
                 started, next_check = now, now + _CHECK_PERIOD_S
