@@ -552,3 +552,87 @@ def test_a_forked_child_leaves_the_file_to_its_parent(hvd, tmp_path):
     assert not events_of(path, "parent's")
     hvd.stop_timeline()
     assert len(events_of(path, "parent's")) == 1
+
+
+# --- the summary
+
+SCRIPT = ROOT / "scripts" / "timeline_summary.py"
+
+
+def summarize(*arguments):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [
+        [line.split() for line in part.splitlines()] for part in done.stdout.strip().split("\n\n")
+    ]
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    """A timeline with known times, in ms: two steps of 10, one bucket each."""
+    path, ms = tmp_path / "t.json", 1_000_000
+    timeline = timeline_at(path)
+
+    def span(track, name, start, end, **args):
+        timeline.span(track, name, start * ms, end * ms, args)
+
+    for step, at in enumerate((0, 20)):
+        packed = {"bytes": 8000, "gradients": 2, "busy_us": 500.0}
+        span("bucket 0", "MEMCPY_IN_FUSION_BUFFER", at, at + 1, step=step, **packed)
+        span("bucket 0", "QUEUE", at + 1, at + 1, step=step)
+        span("bucket 0", "ALLREDUCE", at + 1, at + 9, step=step, bytes=8000)
+        span("reduce", "REDUCE", at + 6, at + 8, step=step)
+        waited = {"missing_us": {"0": 10.0, "1": 3000.0}}
+        span("wait", "WAIT", at + 5, at + 9, **{"for": "it"}, **waited)
+        span("apply", "APPLY", at + 9, at + 10, step=step)
+        span("step", f"STEP {step}", at, at + 10, step=step)
+    for serial in (1, 2):
+        timeline.call_submitted(serial, "allreduce", "x", 1000)
+        timeline.call_matched(serial)
+        if serial == 1:
+            timeline.call_over(serial)  # the other one is under way
+    timeline.close()
+    return path
+
+
+def test_the_summary_adds_up(two_steps):
+    check(events_of(two_steps))
+    steps, waits, calls = summarize(two_steps)
+    assert dict(zip(*steps, strict=True)) == {
+        "rank": "0",
+        "steps": "2",
+        "buckets": "2",
+        "MB": "0.02",
+        "ms/step": "10.000",
+        "pack": "0.500",
+        "reduce": "2.000",
+        "communicate": "8.000",
+        "wait": "4.000",
+        "optimizer": "1.000",
+        "overlap": "50%",
+        "GB/s": "0.00",
+    }
+    assert waits == [["waits", "for", "rank", "0", "rank", "1"], ["rank", "0", "-", "6.0"]]
+    assert calls[1][:3] == ["0", "ALLREDUCE", "1"]
+
+
+def test_the_summary_of_some_steps_leaves_out_the_waits_of_others(two_steps):
+    steps, waits, _ = summarize(two_steps, "--steps", "1:")
+    assert steps[1][1:3] == ["1", "1"]
+    assert waits[1][-1] == "3.0"
+
+
+def test_the_summary_joins_files_and_draws(two_steps, tmp_path):
+    pytest.importorskip("matplotlib")
+    png, joined = tmp_path / "t.png", tmp_path / "all.json"
+    summarize(two_steps, "--png", png, "--join", joined)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert events_of(joined) == events_of(two_steps)
+
+
+def test_a_timeline_without_steps_is_summed_up_too(timeline):
+    timeline.call_submitted(1, "barrier", "b", 0)
+    timeline.flush()
+    assert summarize(timeline.path)[0][1][:2] == ["0", "0"]
