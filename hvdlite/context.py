@@ -314,10 +314,10 @@ class Context:
 
     def stop_timeline(self) -> None:
         """See `hvdlite.stop_timeline`."""
-        timeline, self.progress.timeline = self.progress.timeline, None
+        if self.progress.timeline is not None:
+            self.progress.timeline.close()
+        self.progress.timeline = None
         self._timeline_path = ""
-        if timeline is not None:
-            timeline.close()
 
     # ---- the end ---------------------------------------------------------------------------
 

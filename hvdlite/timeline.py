@@ -11,10 +11,12 @@ its own, each bucket has one, and eager calls are asynchronous events, told apar
 Times are `time.monotonic_ns()`, one clock for all processes of a machine: the files of its ranks
 may be joined as they are.  The metadata say what to add to get microseconds since 1970.
 
-[Note: always valid]  The file ends in `]`, and more events overwrite this bracket, themselves and a
-new bracket, in one write of about a page.  So whoever reads it, or kills this process, finds valid
-JSON, but for the instant in which the kernel copies a page.  There is no thread: the file is
-written after each wait and step, and every 50 ms while one lasts.
+[Note: always valid]  The file ends in `]`, and more events overwrite this bracket, together with a
+new bracket behind them, in one write of about a page.  So the file is valid JSON whenever this
+process ends, by a signal too: a kill that comes in the middle of a write is obeyed between two
+pages, of which there are hardly ever two.  Who reads while it is written may get the old end and
+the new one, and reads again.  There is no thread: the file is written after each wait and step, and
+every 50 ms while one lasts.
 
 [Note: broken-off calls]  A signal handler may raise out of any of this.  An event is one `append`
 to a list; what is written and what is not changes by one store after the write, and to write the

@@ -52,15 +52,19 @@ class Rank:
 
 
 def load(path: Path) -> list[Event]:
-    """The events of a file; once more, should it have been written in that instant."""
-    try:
-        events = json.loads(path.read_text())
-    except json.JSONDecodeError:
-        time.sleep(0.1)
-        events = json.loads(path.read_text())
-    if not isinstance(events, list):
-        raise SystemExit(f"{path}: no timeline of hvdlite")
-    return events
+    """The events of a file; read again, should it have been written in that instant."""
+    for _ in range(10):
+        try:
+            events = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            time.sleep(0.01)
+        except OSError as exc:
+            raise SystemExit(f"{path}: {exc.strerror}") from None
+        else:
+            if isinstance(events, list):
+                return events
+            break
+    raise SystemExit(f"{path}: no timeline of hvdlite")
 
 
 def sort_by_rank(events: Iterable[Event], steps: range) -> list[Rank]:

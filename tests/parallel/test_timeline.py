@@ -176,23 +176,17 @@ def test_a_wait_tells_for_whom_and_the_clocks_agree(hvd, comm, recorded):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_long_wait_is_in_the_file_while_it_lasts(hvd, comm, recorded):
-    if hvd.rank() == 0:
-        comm.send(None, 1)
-        hvd.allreduce(1.0, name="long")
-    elif hvd.rank() == 1:
-        comm.recv()
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            text = file_of(recorded, 0).read_text()
-            if "STILL_WAITING" in text:
-                break
+    hvd.barrier()  # the files are there
+    others = list(range(1, hvd.size()))
+    if hvd.rank() == 1:
+        deadline, text = time.monotonic() + 30, ""
+        while "STILL_WAITING" not in text and time.monotonic() < deadline:
             time.sleep(0.05)
+            text = file_of(recorded, 0).read_text()
         (waiting,) = [e for e in json.loads(text) if e["name"] == "STILL_WAITING"]
-        assert waiting["args"] == {
-            "for": "allreduce 'long'",
-            "missing": list(range(1, hvd.size())),
-        }
-        hvd.allreduce(1.0, name="long")
-    else:
-        time.sleep(1.5)
-        hvd.allreduce(1.0, name="long")
+        assert waiting["args"] == {"for": "allreduce 'long'", "missing": others}
+        for other in others[1:]:
+            comm.send(None, other)
+    elif hvd.rank():
+        comm.recv(source=1)
+    hvd.allreduce(1.0, name="long")
