@@ -11,12 +11,12 @@ its own, each bucket has one, and eager calls are asynchronous events, told apar
 Times are `time.monotonic_ns()`, one clock for all processes of a machine: the files of its ranks
 may be joined as they are.  The metadata say what to add to get microseconds since 1970.
 
-[Note: always valid]  The file ends in `]`, and more events overwrite this bracket, together with a
-new bracket behind them, in one write of about a page.  So the file is valid JSON whenever this
-process ends, by a signal too: a kill that comes in the middle of a write is obeyed between two
-pages, of which there are hardly ever two.  Who reads while it is written may get the old end and
-the new one, and reads again.  There is no thread: the file is written after each wait and step, and
-every 50 ms while one lasts.
+[Note: always valid]  A file ends in blanks and `]` from the start.  Events are written over the
+blanks, some lines of `,{...}` at once that never cross the border of a page: the kernel copies a
+page as a whole, also when this process is killed meanwhile.  Whatever part of the lines somebody
+sees, it is valid JSON.  When the blanks are used up the file is copied to one of twice the size,
+which is renamed to take its place; so is what `close()` leaves, without blanks.  There is no
+thread: events are written after each wait and step, and every 50 ms while one lasts.
 
 [Note: broken-off calls]  A signal handler may raise out of any of this.  An event is one `append`
 to a list; what is written and what is not changes by one store after the write, and to write the
@@ -29,14 +29,17 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from hvdlite import log
 
-_PIECE_BYTES: Final = 4096  # of one write: hardly more than one page is ever half there
+_PAGE: Final = 4096  # what the kernel copies as a whole; larger pages are multiples of it
+_FIRST_CAPACITY: Final = 2**16
+_CHUNK: Final = 2**20
+_END: Final = b"\n]"
 _MANY: Final = 1000  # events that wait to be written
 _FLUSH_NS: Final = 50_000_000  # the oldest event that is not written yet is hardly older
 _CYCLE_NS: Final = 100_000  # marks of cycles are at least so far apart
@@ -82,11 +85,12 @@ class Timeline:
         self._is_flushing = False
         self._flushed_at = now()
         events: list[Event] = []
-        # Where the closing bracket stands; then what was recorded, and how much of it is written.
-        self._tail: tuple[int, int, list[Event]] = (0, 0, events)
-        head = "[\n" + ",\n".join(_metadata(rank))
-        self._fd = _replace(path, f"{head}\n]".encode())
-        self._tail = (len(head) + 1, 0, events)
+        _check_path(path)
+        head = "[" + "".join(_metadata(rank))[1:]
+        # Where the next event goes; how many of those that were recorded are written.
+        self._tail: tuple[int, int, list[Event]] = (len(head), 0, events)
+        self._capacity = min(_FIRST_CAPACITY, max_bytes)
+        self._fd = _replace(path, [head.encode("ascii")], self._capacity)
         self.is_recording = steps.start == 0
 
     # ---- recording -------------------------------------------------------------------------
@@ -206,35 +210,51 @@ class Timeline:
         """See [Note: always valid] and [Note: broken-off calls]."""
         end, done, events = self._tail
         while done < len(events):
-            text, count = "", 0
-            for event in events[done : done + _MANY]:
-                line = ",\n" + _line(self._rank, event)
-                if count and len(text) + len(line) > _PIECE_BYTES:
+            text = _line(self._rank, events[done])
+            start = self._make_room(end, len(text))
+            if start < 0:
+                self._give_up(f"it has reached timeline_max_bytes={self._max_bytes}")
+                return
+            count, limit = 1, self._page_end(start)
+            for event in events[done + 1 : done + _MANY]:
+                line = _line(self._rank, event)
+                if start + len(text) + len(line) > limit:
                     break
                 text += line
                 count += 1
-            data = f"{text}\n]".encode("ascii")
-            if end + len(data) > self._max_bytes:
-                self._give_up(f"it has reached timeline_max_bytes={self._max_bytes}")
-                return
-            # The newline before the bracket is overwritten too, so it stands before the comma.
-            if os.pwrite(self._fd, data, end - 1) < len(data):
+            if os.pwrite(self._fd, text.encode("ascii"), start) < len(text):
                 raise OSError(0, "no room for it on the device")
-            end += len(text)
+            end = start + len(text)
             done += count
             self._tail = (end, done, events)
         self._tail = (end, 0, [])
 
+    def _make_room(self, end: int, nbytes: int) -> int:
+        """Where so many bytes have room in one page, at `end` or behind it; -1: nowhere."""
+        while True:
+            for start in (end, (end // _PAGE + 1) * _PAGE):
+                if start + nbytes <= self._page_end(start):
+                    return start
+            if self._capacity >= self._max_bytes:
+                return -1
+            self._move(end, min(2 * self._capacity, self._max_bytes))
+
+    def _page_end(self, position: int) -> int:
+        return min((position // _PAGE + 1) * _PAGE, self._capacity - len(_END))
+
+    def _move(self, end: int, capacity: int) -> None:
+        """Go on in another file, with what is in this one up to `end`."""
+        old = self._fd
+        fd = _replace(self.path, _chunks(old, end), capacity)
+        self._fd, self._capacity = fd, capacity
+        os.close(old)
+
     def _give_up(self, why: str) -> None:
         """End the recording, with the file as it was after the last event that fitted."""
-        fd, self._fd, self.is_recording = self._fd, -1, False
         end = self._tail[0]
-        self._tail = (end, 0, [])
-        with suppress(OSError):
-            os.pwrite(fd, b"\n]", end - 1)
-            os.ftruncate(fd, end + 1)
-        with suppress(OSError):
-            os.close(fd)
+        with suppress(OSError):  # what did not fit
+            os.pwrite(self._fd, b" " * min(2 * _PAGE, self._capacity - len(_END) - end), end)
+        self._end()
         log.logger.warning(
             "timeline %s: %s; nothing more is recorded, what it has stays readable", self.path, why
         )
@@ -242,10 +262,19 @@ class Timeline:
     def close(self) -> None:
         """Write the rest and close the file."""
         self.flush()
+        self._end()
+
+    def _end(self) -> None:
+        """Close the file, without the blanks if there is room for a copy."""
+        if self._fd < 0:
+            return
+        end = self._tail[0]
+        with suppress(OSError):
+            self._move(end, end + len(_END))
         fd, self._fd, self.is_recording = self._fd, -1, False
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        self._tail = (end, 0, [])
+        with suppress(OSError):
+            os.close(fd)
 
     def disown(self) -> None:
         """In a forked child: the file is the parent's."""
@@ -421,7 +450,16 @@ def _metadata(rank: int) -> list[str]:
 
 
 def _line(rank: int, event: Event) -> str:
-    """One event as JSON, in ASCII."""
+    """One event as JSON, in ASCII, with the comma before it; never more than a page."""
+    phase, track, name, time_ns, span_ns, _ = event
+    line = f",\n{_json(rank, event)}"
+    if len(line) <= _PAGE:
+        return line
+    short = {"left_out": f"{len(line)} bytes"}
+    return f",\n{_json(rank, (phase, track, name[:80], time_ns, span_ns, short))}"
+
+
+def _json(rank: int, event: Event) -> str:
     phase, track, name, time_ns, span_ns, args = event
     head = f'{{"name":{json.dumps(name)},"ph":"{phase}","pid":{rank}'
     tail = "}" if args is None else f',"args":{json.dumps(args)}}}'
@@ -439,11 +477,48 @@ def _micros(time_ns: int) -> str:
     return f"{time_ns // 1000}.{time_ns % 1000:03}"
 
 
-def _replace(path: str, text: bytes) -> int:
-    """Make the file with this content, in one go for those who look; its descriptor.
+def _replace(path: str, chunks: Iterable[bytes], capacity: int) -> int:
+    """Make the file with this content, blanks and the end; its descriptor.
 
     It is written beside `path` and renamed: who has the old file open keeps it.
     """
+    beside = f"{path}.{os.getpid()}.tmp"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(FileNotFoundError):
+        Path(beside).unlink()  # of a process that died here, with the same number
+    fd = os.open(beside, flags, 0o666)
+    try:
+        blanks = capacity - len(_END)
+        for chunk in chunks:
+            _put(fd, chunk)
+            blanks -= len(chunk)
+        for i in range(0, blanks, _CHUNK):
+            _put(fd, b" " * min(_CHUNK, blanks - i))
+        _put(fd, _END)
+        Path(beside).replace(path)
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            Path(beside).unlink()
+        raise
+    return fd
+
+
+def _chunks(fd: int, end: int) -> Iterator[bytes]:
+    for start in range(0, end, _CHUNK):
+        size = min(_CHUNK, end - start)
+        chunk = os.pread(fd, size, start)
+        if len(chunk) < size:
+            raise OSError(0, "somebody has cut it short")
+        yield chunk
+
+
+def _put(fd: int, data: bytes) -> None:
+    if os.write(fd, data) < len(data):
+        raise OSError(0, "no room for it on the device")
+
+
+def _check_path(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -454,18 +529,3 @@ def _replace(path: str, text: bytes) -> int:
             raise ValueError(f"timeline: {path!r} is {kind}; give the path of a file")
     if not Path(path).absolute().parent.is_dir():
         raise FileNotFoundError(f"timeline: the folder of {path!r} does not exist; make it first")
-    beside = f"{path}.{os.getpid()}.tmp"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(FileNotFoundError):
-        Path(beside).unlink()  # of a process that died here, with the same number
-    fd = os.open(beside, flags, 0o666)
-    try:
-        if os.pwrite(fd, text, 0) < len(text):
-            raise OSError(0, f"timeline: no room for {path!r} on the device")
-        Path(beside).replace(path)
-    except BaseException:
-        os.close(fd)
-        with suppress(OSError):
-            Path(beside).unlink()
-        raise
-    return fd
