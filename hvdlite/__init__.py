@@ -86,20 +86,16 @@ from hvdlite.queries import (
     remove_process_set,
     rocm_built,
     size,
+    start_timeline,
     stats,
+    stop_timeline,
 )
 from hvdlite.state import broadcast_optimizer_state
 from hvdlite.types import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 __version__ = "0.1.0"
 
-_LATER = frozenset(
-    (
-        "start_timeline",
-        "stop_timeline",
-        "elastic",
-    )
-)
+_LATER = frozenset(("elastic",))
 
 
 class _Later:
@@ -214,6 +210,8 @@ __all__ = [
     "shard",
     "shutdown",
     "size",
+    "start_timeline",
     "stats",
+    "stop_timeline",
     "synchronize",
 ]

@@ -6,13 +6,14 @@ Horovod's name, where it means the same > the default.  Nothing is read at impor
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self
 
 from hvdlite.errors import ConfigError
 from hvdlite.log import LEVELS, info_once
-from hvdlite.types import parse_bytes
+from hvdlite.types import parse_bytes, parse_steps
 
 PREFIX: Final = "HVDLITE_"
 HOROVOD_PREFIX: Final = "HOROVOD_"
@@ -28,7 +29,7 @@ class Knob:
     """What is known about one setting besides its default."""
 
     doc: str  # one line, for the settings table
-    unit: str  # "bytes", "elements", "seconds", "flag" or "word"
+    unit: str  # "bytes", "elements", "seconds", "flag", "word", "path" or "steps"
     low: float = 0
     high: float = math.inf
     choices: tuple[str, ...] = ()  # of a word
@@ -45,6 +46,11 @@ class Knob:
         Raises:
             ConfigError: The value cannot be read, or lies outside the range.
         """
+        if self.unit == "path":
+            return self._path(value, label)
+        if self.unit == "steps":
+            steps = parse_steps(value, label)
+            return value.strip() if isinstance(value, str) else f"{steps.start}:{steps.stop}"
         if self.unit == "bytes":
             number: float = parse_bytes(value, label)
         elif self.unit == "flag":
@@ -79,14 +85,16 @@ class Knob:
             return "true or false"
         if self.unit == "word":
             return ", ".join(self.choices)
+        if self.unit in ("path", "steps"):
+            return {"path": "a path", "steps": "`10:30` is steps 10 to 29"}[self.unit]
         return f"{self.show(self.low)} to {self.show(self.high)}"
 
     def show(self, value: object) -> str:
         """One value as a user would write it."""
         if self.unit == "flag":
             return str(value).lower()
-        if self.unit == "word":
-            return str(value)
+        if self.unit in ("word", "path", "steps"):
+            return str(value) or {"path": "none", "steps": "all"}[self.unit]
         assert isinstance(value, int | float)
         if self.unit == "bytes":
             for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
@@ -94,8 +102,14 @@ class Knob:
                     return f"{int(value) >> power} {name}"
         return f"{int(value)}" if float(value).is_integer() else f"{value:g}"
 
+    def _path(self, value: object, label: str) -> str:
+        path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        if not isinstance(path, str) or "\0" in path:
+            raise self._refused(value, label)
+        return path
+
     def _refused(self, value: object, label: str) -> ConfigError:
-        words = {"flag": " (also 1/0, yes/no, on/off)", "word": "", "bytes": ""}
+        words = {"flag": " (also 1/0, yes/no, on/off)", "word": "", "bytes": "", "path": ""}
         unit = words.get(self.unit, f" {self.unit}")
         return ConfigError(f"{label} must be {self.range()}{unit}, got {value!r}")
 
@@ -199,6 +213,35 @@ class Config:
         low=1024,
         high=2**22,
     )
+    timeline: str = _knob(
+        "",
+        "Record a timeline from the start, in this file; `DYNAMIC` is none, as in Horovod.",
+        "path",
+        horovod="HOROVOD_TIMELINE",
+    )
+    timeline_all_ranks: bool = _knob(
+        False,
+        "Every rank records one: rank 0 in the file `timeline`, rank N in the same with `.rankN`.",
+        "flag",
+    )
+    timeline_mark_cycles: bool = _knob(
+        False,
+        "The timeline shows each pass of the progress loop that moved something.",
+        "flag",
+        horovod="HOROVOD_TIMELINE_MARK_CYCLES",
+    )
+    timeline_steps: str = _knob(
+        "",
+        "Steps of an optimizer that the timeline records, with what lies between them.",
+        "steps",
+    )
+    timeline_max_bytes: int = _knob(
+        64 * 2**20,
+        "Size at which the timeline ends, with a warning.",
+        "bytes",
+        low=2**12,
+        high=2**40,
+    )
 
     def __post_init__(self) -> None:
         """Check every field, and turn texts into values."""
@@ -272,6 +315,11 @@ _KNOBS: Final[dict[str, Knob]] = {f.name: f.metadata["knob"] for f in fields(Con
 
 
 _FLAG: Final = Knob("", "flag")
+
+
+def check_setting(field_name: str, value: object, label: str) -> Any:
+    """What an argument that stands for a setting means; raises ConfigError as the setting does."""
+    return _KNOBS[field_name].check(value, label)
 
 
 def note_ignored(env: Mapping[str, str]) -> None:

@@ -23,10 +23,11 @@ from hvdlite.backends.local import LocalBackend
 from hvdlite.backends.mpi import MpiBackend, MpiControl
 from hvdlite.backends.page import ControlPage
 from hvdlite.backends.shm import ShmBackend
-from hvdlite.config import Config, note_ignored
+from hvdlite.config import Config, check_setting, note_ignored
 from hvdlite.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
+    ConfigError,
     HvdliteError,
     NotInitializedError,
     ShutDownError,
@@ -36,6 +37,8 @@ from hvdlite.negotiation import Matcher, check_contents, check_words, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.progress import Progress
 from hvdlite.reducer import Reducer
+from hvdlite.timeline import Timeline
+from hvdlite.types import parse_steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,10 +80,17 @@ class Context:
             self.topology = topology.discover(self._comms.main)
         self.rank, self.size = self.topology.rank, self.topology.size
         log.configure(self.rank, self.size, config.log_level)
+        timeline: Timeline | None = None
+        self._timeline_path = ""  # of the one that was started, also where this rank writes none
+        try:
+            timeline = self._first_timeline()
+        except (ValueError, OSError) as exc:  # raised once all ranks know
+            error = error or exc
         self._agree_to_start(content, error)
         topology.check_one_machine(self.topology)
         self.backend: Backend = self._choose_backend()
         self.progress = self._make_progress()
+        self.progress.timeline = timeline
         self.matcher = Matcher(self.backend.control, self.progress, config.block_elements)
         self.process_sets: dict[int, ProcessSet] = {}
         self._next_set_id = 0
@@ -286,6 +296,61 @@ class Context:
         """The steps that this rank has begun, for the reports of others."""
         return [story for reducer in list(self._reducers) if (story := reducer.story())]
 
+    # ---- the timeline ----------------------------------------------------------------------
+
+    def _first_timeline(self) -> Timeline | None:
+        """The one of the settings."""
+        config, window = self.config, self.config.timeline_steps
+        if config.timeline in ("", "DYNAMIC"):  # Horovod's word for "when the program says so"
+            return None
+        return self._open_timeline(
+            config.timeline,
+            config.timeline_mark_cycles,
+            config.timeline_all_ranks,
+            parse_steps(window, "timeline_steps"),
+            config.timeline_max_bytes,
+        )
+
+    def _open_timeline(
+        self, path: str, mark_cycles: bool, all_ranks: bool, steps: range, max_bytes: int
+    ) -> Timeline | None:
+        timeline = None
+        if self.rank == 0 or all_ranks:
+            own = f"{path}.rank{self.rank}" if self.rank else path
+            timeline = Timeline(
+                own, self.rank, mark_cycles=mark_cycles, steps=steps, max_bytes=max_bytes
+            )
+        self._timeline_path = path
+        return timeline
+
+    def start_timeline(
+        self, path: Any, mark_cycles: Any, all_ranks: Any, steps: Any, max_bytes: Any
+    ) -> None:
+        """See `hvdlite.start_timeline`."""
+        label = "start_timeline: {}".format
+        own_path = check_setting("timeline", path, label("path"))
+        if not own_path:
+            raise ConfigError(f"{label('path')} must be a path, got {path!r}")
+        facts = (
+            check_setting("timeline_mark_cycles", mark_cycles, label("mark_cycles")),
+            check_setting("timeline_all_ranks", all_ranks, label("all_ranks")),
+            parse_steps(steps, label("steps")),
+            check_setting("timeline_max_bytes", max_bytes, label("max_bytes")),
+        )
+        if self._timeline_path:
+            raise RuntimeError(
+                f"start_timeline({own_path!r}): the timeline {self._timeline_path!r} is being "
+                "recorded; call stop_timeline() first"
+            )
+        self.progress.timeline = self._open_timeline(own_path, *facts)
+
+    def stop_timeline(self) -> None:
+        """See `hvdlite.stop_timeline`."""
+        if self.progress.timeline is not None:
+            self.progress.timeline.close()
+        self.progress.timeline = None
+        self._timeline_path = ""
+
     # ---- the end ---------------------------------------------------------------------------
 
     def _abandon(self, why: str) -> None:
@@ -310,6 +375,7 @@ class Context:
         self.process_sets.clear()
         self.matcher.close(ShutDownError("hvdlite.shutdown() was called before this call was over"))
         self.progress.clear()
+        self.stop_timeline()
         if can_talk:
             self.backend.close()
             if self._mpi_fallback is not None:
@@ -320,6 +386,8 @@ class Context:
         """This process is a fork: it may neither use nor close what belongs to the parent."""
         for reducer in list(self._reducers):
             reducer.disown(_FORKED)
+        if self.progress.timeline is not None:
+            self.progress.timeline.disown()
 
     def describe(self) -> dict[str, Any]:
         """Facts for `hvdlite.describe()`."""

@@ -363,6 +363,8 @@ class Matcher:
         self.progress.counters.negotiations += 1
         kind = ticket.kind
         self.progress.recorder.submitted(ticket.serial, kind, ticket.name, data.size)
+        if self.progress.timeline is not None:
+            self.progress.timeline.call_submitted(ticket.serial, kind, key[1], data.size)
         if len(self._unposted) % _RETRY == 1:  # there was room, or there may be again
             self.progress.nudge(self._post)
         return ticket
@@ -657,6 +659,8 @@ class Matcher:
                 for offset, piece in sorted(self._early.get(where, {}).items()):
                     stream.take(offset, piece)
                 self._early.pop(where, None)
+        if self.progress.timeline is not None:
+            self.progress.timeline.call_matched(ticket.serial)
         ticket.is_matched = True
         self.progress.recorder.mark(ticket.serial, MATCHED)
         return True
@@ -807,6 +811,8 @@ class Matcher:
         """The call is over; every line bears being run twice."""
         self.progress.recorder.mark(ticket.serial, FAILED if ticket.error else DONE)
         ticket.done = True
+        if self.progress.timeline is not None:
+            self.progress.timeline.call_over(ticket.serial)
         for r, post in ticket.posts.items():
             if post.inline is None:
                 self._announced.discard((r, post.serial))

@@ -23,6 +23,7 @@ from hvdlite.backends.base import Control, RankState
 from hvdlite.errors import CollectiveTimeoutError, RankFailedError, ShutDownError
 from hvdlite.log import logger
 from hvdlite.stall import Recorder, Stall, Watch, name_ranks
+from hvdlite.timeline import Timeline, WaitTrace
 
 _SPINS = 20  # tries at full speed: a peer that is nearly there costs no system call
 _YIELDS = 200  # tries that offer the core to others, for ranks > cores
@@ -60,6 +61,7 @@ class Progress:
         recorder: What this rank did last.
         abandoned: Why this rank takes part in nothing any more; "": it does.
         on_give_up: Told the reason when this rank gives up; perhaps more than once.
+        timeline: Where everybody in this Context records what happens; None: nowhere.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Progress:
         self.recorder = Recorder(control)
         self.abandoned = ""
         self.on_give_up: Callable[[str], None] = lambda _: None
+        self.timeline: Timeline | None = None
         self._exit_grace_s = exit_grace_seconds
         self._active: dict[object, Callable[[], bool]] = {}
         self._busy = ""
@@ -102,6 +105,8 @@ class Progress:
         for advance in tuple(self._active.values()):
             if advance():
                 moved = True
+        if moved and self.timeline is not None:
+            self.timeline.cycle()
         return moved
 
     def nudge(self, advance: Callable[[], bool]) -> None:
@@ -205,13 +210,16 @@ class Progress:
                 has: see [Note: giving up].
         """
         self.check_free(what)
+        trace = None if self.timeline is None else self.timeline.watch(what)
         self._busy = what
         try:
             self.recorder.waits(what)
-            self._loop(ready, what, missing, check, timeout_s, story)
+            self._loop(ready, what, missing, check, timeout_s, story, trace)
         finally:
             self._busy = ""
             self.recorder.goes_on()
+            if trace is not None:
+                trace.end()
 
     def _loop(
         self,
@@ -221,6 +229,7 @@ class Progress:
         check: Callable[[], None] | None,
         timeout_s: float | None,
         story: Callable[[], list[str]],
+        trace: WaitTrace | None,
     ) -> None:
         stall: Stall | None = None
         idle, sleep_s = 0, _FIRST_SLEEP_S
@@ -233,6 +242,8 @@ class Progress:
             idle += 1
             if idle <= _SPINS:
                 continue
+            if trace is not None:
+                trace.look(missing())
             now = time.monotonic()
             if not started:
                 started, next_check = now, now + _CHECK_PERIOD_S

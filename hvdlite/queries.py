@@ -1,5 +1,6 @@
-"""Horovod's questions about ranks and builds, process sets, and the counters."""
+"""Horovod's questions about ranks and builds, process sets, the counters, and the timeline."""
 
+import os
 from collections.abc import Iterable
 
 from hvdlite.context import current
@@ -132,3 +133,41 @@ def stats() -> dict[str, int]:
         optimizers, `negotiations` (calls matched by name, constructors included), `steps`.
     """
     return current().progress.counters.as_dict()
+
+
+def start_timeline(
+    path: str | os.PathLike[str],
+    mark_cycles: bool = False,
+    *,
+    all_ranks: bool = False,
+    steps: str | tuple[int, int] | range | None = None,
+    max_bytes: int | str = "64MiB",
+) -> None:
+    """Record from now on what happens when, in a file for https://ui.perfetto.dev.
+
+    Local; every rank may call it, and those that record must. Rank 0 writes `path`; without
+    `all_ranks` the others write nothing. The file is valid JSON and may be read at any moment.
+
+    Args:
+        path: The file. One that is there is replaced.
+        mark_cycles: Also mark the passes of the progress loop that moved something.
+        all_ranks: Rank N writes too, the file `path` + ".rankN".
+        steps: Only these steps of an optimizer and what lies between them: "10:30" or (10, 30) is
+            steps 10 to 29, counted from 0. A step that has begun is not recorded.
+        max_bytes: At this size of its file a rank says so and records nothing more.
+    Raises:
+        NotInitializedError: Before `init()` (also a ValueError).
+        ValueError: A wrong argument, or there is something at `path` that is no regular file.
+        OSError: The file cannot be made.
+        RuntimeError: A timeline is being recorded already.
+    """
+    current().start_timeline(path, mark_cycles, all_ranks, steps, max_bytes)
+
+
+def stop_timeline() -> None:
+    """Close the file of the timeline, complete; harmless when there is none.
+
+    Raises:
+        NotInitializedError: Before `init()` (also a ValueError).
+    """
+    current().stop_timeline()

@@ -26,6 +26,7 @@ applied.
 import math
 import os
 import struct
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ from hvdlite.errors import (
 from hvdlite.fusion import FusionBuffer
 from hvdlite.progress import Progress
 from hvdlite.stall import DONE, FAILED, name_ranks
+from hvdlite.timeline import StepTrace
 from hvdlite.types import Array, ReduceOp
 
 _FULL, _ERROR, _REPLAN, _JOINED = 1, 2, 4, 8  # flags of a step record
@@ -100,6 +102,7 @@ class _BucketState:
     names: tuple[str, ...]
     left: int = 0  # gradients that are not final yet
     work: int = -1  # number among this rank's works; -1: it stays on this rank
+    index: int = -1  # in the plan
 
 
 @dataclass(eq=False, slots=True)
@@ -213,6 +216,8 @@ class Reducer:
         self._sums: dict[str, Array] = {}  # of passes that are to be compressed, in full precision
         self._contexts: dict[str, Any] = {}  # what decompressing needs
         self._decoded: dict[str, Array] = {}  # what was handed out of them
+        self._trace: StepTrace | None = None  # of the open step, if a timeline records it
+        self._advance = stream.advance  # or the trace's
         self._grow(specs, dtypes, plan)
         self._make_fast_path()
         self._pid = os.getpid()
@@ -285,7 +290,7 @@ class Reducer:
         for index, bucket in enumerate(plan.buckets):
             if not bucket.is_for(self._rank):
                 continue
-            state = _BucketState(bucket.names)
+            state = _BucketState(bucket.names, index=index)
             self._buckets.append(state)
             for name in bucket.names:
                 view, codec = views[name], self._codecs.get(name)
@@ -439,11 +444,15 @@ class Reducer:
                 steps.append((add,))
             else:
                 steps.append((view.__setitem__, ..., source))
+        trace = self._trace
         word = weakref.ref(source) if isinstance(source, np.ndarray) else None
         steps += [(touched.__setitem__, name, word), (announced.counts.__setitem__, name, count)]
         if is_last:
             steps.append((announced.closed.add, name))
+        started = 0 if trace is None else time.monotonic_ns()
         run(steps)  # an alarm finds all of it done or nothing: no gradient is lost or added twice
+        if trace is not None and source is not None and source is not ABSENT:
+            trace.packed(slot.bucket.index, started, view.nbytes)
         if is_counted and self._is_recording and not by_step and name in self._decides:
             self._recorded.pop(name, None)
             self._recorded[name] = None
@@ -554,12 +563,21 @@ class Reducer:
         self._sums, self._contexts, self._decoded = {}, {}, {}
         self._touched.clear()
         self._result = self._failure = None
+        self._trace_step()
         self.stream.begin(self._base, self._step & 1, weight)
         self._progress.recorder.submitted(
             (id(self), self._step), "step", str(self._step), self._work_nbytes
         )
         self._phase = _Phase.OPEN
         self._open_fast_path()
+
+    def _trace_step(self) -> None:
+        timeline, trace = self._progress.timeline, None
+        if timeline is not None:
+            works = [(work.index, work.nbytes) for work in self._works]
+            trace = timeline.trace_step(self._step, self.stream, works)
+        self._trace = trace
+        self._advance = self.stream.advance if trace is None else trace.advance
 
     def _open_fast_path(self) -> None:
         if (
@@ -569,6 +587,7 @@ class Reducer:
             and not self._is_recording
             and not self.options.check_views
             and not self._codecs
+            and self._trace is None
         ):
             self._open.update(self._slots)
 
@@ -594,13 +613,15 @@ class Reducer:
     def _complete(self, slot: _Slot) -> None:
         slot.bucket.left -= 1
         if not slot.bucket.left:
+            if self._trace is not None:
+                self._trace.full(slot.bucket.index)
             self._launch_ready()
 
     def _launch_ready(self) -> None:
         """[2] Launch what is full and has its turn; then [4] reduce what needs no waiting."""
         if self.options.check_views and self._phase is not _Phase.CLOSING:
             return  # held back until the slots have been checked
-        sequence = self._sequence
+        sequence, trace = self._sequence, self._trace
         while self._launched < len(sequence) and not sequence[self._launched].left:
             i = self._launched
             record = None
@@ -608,20 +629,23 @@ class Reducer:
                 if any(bucket.left for bucket in self._buckets):
                     return  # the record is not final yet
                 record = self._final_record()
-            self._progress.add(self.stream, self.stream.advance)
+            self._progress.add(self.stream, self._advance)
+            started = 0 if trace is None else time.monotonic_ns()
             self.stream.launch(i, record)  # [3]
             self._launched = i + 1
+            if trace is not None:
+                trace.launched(i, started)
         if (
             not self._record_rides
             and self._launched == len(sequence)
             and not any(bucket.left for bucket in self._buckets)
         ):
             # Everything is final: the others need not wait until this rank synchronizes.
-            self._progress.add(self.stream, self.stream.advance)
+            self._progress.add(self.stream, self._advance)
             self.stream.conclude(self._final_record())
-            self._progress.nudge(self.stream.advance)
+            self._progress.nudge(self._advance)
         elif self._launched:
-            self._progress.nudge(self.stream.advance)
+            self._progress.nudge(self._advance)
 
     def _final_record(self) -> bytes:
         """This step's record: made once, so that a resumed step says the same again."""
@@ -727,6 +751,8 @@ class Reducer:
     def _end_step(self) -> dict[str, Array]:
         """[5] All is here: the verdict, and what comes of it."""
         self._progress.remove(self.stream)
+        if self._trace is not None:
+            self._trace.look()  # for the last time
         records = self._read_records()
         if any(record.flags & _REPLAN for record in records):
             self._replan(records)
@@ -753,6 +779,8 @@ class Reducer:
         self._step += 1
         self._base = base
         if result is None:
+            if self._trace is not None:
+                self._trace.failed()
             raise failure or HvdliteError("the step failed")
         return result
 
@@ -766,6 +794,8 @@ class Reducer:
                 run(self._compressing_steps(self._slots[name], None, is_last=True))
             self._is_filled = True
         for bucket in self._buckets:
+            if self._trace is not None:
+                self._trace.full(bucket.index)
             bucket.left = 0
         self._launch_ready()
 
@@ -1000,6 +1030,8 @@ class Reducer:
         """Run the wrapped optimizer on the reduced gradients; that ends the step, or its error."""
         reduced = self.synchronize()
         idle, counters = _Phase.IDLE, self._progress.counters
+        trace = self._trace
+        started = 0 if trace is None else time.monotonic_ns()
         try:
             return function(reduced)
         finally:
@@ -1009,6 +1041,8 @@ class Reducer:
             self._result = None
             self.num_steps += 1
             counters.steps += 1
+            if trace is not None:
+                trace.applied(started)
 
     def drop_step(self) -> None:
         """Forget a synchronized step that is not to be applied."""

@@ -304,11 +304,13 @@ def offer_stacks() -> bool:
 
 @lru_cache(1024)  # a call asks for it several times
 def describe_call(kind: str, name: str) -> str:
-    """Name a call in messages: those of our own by their kind alone."""
-    if name.startswith("\0") and not name.startswith(f"\0{kind}.noname."):
-        return kind
-    shown = name.removeprefix("\0")
-    return f"{kind} {shown!r}" if shown else kind
+    """Names a collective in messages."""
+    if kind == "step":
+        return f"step {name} of an optimizer"
+    name = name.removeprefix("\0")  # of what users cannot name
+    if name.startswith("\0"):  # a count of our own
+        name = ""
+    return f"{kind} {name!r}" if name else kind
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
-"""The words that all floors share: reduce operations, arrays, and sizes in bytes."""
+"""The words that all floors share: reduce operations, arrays, sizes in bytes, ranges of steps."""
 
 import math
 import re
+import sys
 from enum import IntEnum
 from typing import Any, Final
 
@@ -105,3 +106,38 @@ def parse_bytes(size: object, name: str) -> int:
         f"{name} must be a size >= 0: bytes as an int, or a text with one of the units B, KB, MB, "
         f'GB (powers of 1000) or KiB, MiB, GiB (powers of 1024), as in "64MiB"; got {size!r}'
     )
+
+
+_STEPS: Final = re.compile(r"\s*([0-9]{0,15})\s*:\s*([0-9]{0,15})\s*", re.ASCII)
+
+
+def parse_steps(steps: object, name: str) -> range:
+    """Read a window of steps: a text such as "10:30" (10 to 29), "10:", ":30", a range or a pair.
+
+    Args:
+        steps: What the user gave; None or "": all steps.
+        name: What to call it in the message.
+
+    Raises:
+        ConfigError: It is something else, or an empty window.
+    """
+    start, stop = 0, sys.maxsize
+    match = _STEPS.fullmatch(steps) if isinstance(steps, str) else None
+    if match:
+        start, stop = int(match[1] or 0), int(match[2] or sys.maxsize)
+    elif isinstance(steps, range) and steps.step == 1:
+        start, stop = steps.start, steps.stop
+    elif (
+        isinstance(steps, tuple | list)
+        and len(steps) == 2
+        and all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    ):
+        start, stop = steps
+    elif steps is not None and steps != "":
+        start = -1
+    if not 0 <= start < stop:
+        raise ConfigError(
+            f'{name} must be a window of steps such as "10:30" (steps 10 to 29), "10:" or ":30"; '
+            f"got {steps!r}"
+        )
+    return range(start, stop)

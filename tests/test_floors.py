@@ -12,7 +12,7 @@ FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
 # Lowest first.  A file may import from the floors below, and on its own floor from those before it.
 FLOORS = {
     "words": "errors types log config",
-    "machine": "arrays arithmetic adasum handle",
+    "machine": "arrays arithmetic adasum handle timeline",
     "backends": "backends.segment backends.base backends.page backends.local backends.shm "
     "backends.mpi backends",
     "groups": "topology process_set bucket fusion compression.base compression.cast compression",

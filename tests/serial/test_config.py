@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,11 @@ def test_defaults_are_the_documented_ones():
         "stall_stacks": True,
         "eager_arena": 4 * 2**20,
         "block_elements": 2**15,
+        "timeline": "",
+        "timeline_all_ranks": False,
+        "timeline_mark_cycles": False,
+        "timeline_steps": "",
+        "timeline_max_bytes": 64 * 2**20,
     }
     assert Config.from_env({}) == Config()
 
@@ -56,6 +62,11 @@ def test_every_field_is_read_from_its_environment_name():
         "HVDLITE_STALL_STACKS": "no",
         "HVDLITE_EAGER_ARENA": "1 GiB",
         "HVDLITE_BLOCK_ELEMENTS": "2048",
+        "HVDLITE_TIMELINE": "/tmp/Trace.json",
+        "HVDLITE_TIMELINE_ALL_RANKS": "1",
+        "HVDLITE_TIMELINE_MARK_CYCLES": "on",
+        "HVDLITE_TIMELINE_STEPS": "10:30",
+        "HVDLITE_TIMELINE_MAX_BYTES": "1MiB",
         "PATH": "/bin",
         "HVDLITEX": "not ours",
     }
@@ -75,6 +86,11 @@ def test_every_field_is_read_from_its_environment_name():
         stall_stacks=False,
         eager_arena=2**30,
         block_elements=2048,
+        timeline="/tmp/Trace.json",
+        timeline_all_ranks=True,
+        timeline_mark_cycles=True,
+        timeline_steps="10:30",
+        timeline_max_bytes=2**20,
     )
 
 
@@ -110,6 +126,10 @@ def test_booleans_false(text):
         ("HVDLITE_FUSION_THRESHOLD", "64 megs", '"64MiB"'),
         ("HOROVOD_FUSION_THRESHOLD", "-1", '"64MiB"'),
         ("HOROVOD_LOG_LEVEL", "loud", "trace, debug"),
+        ("HVDLITE_TIMELINE", "a\0b", "a path"),
+        ("HVDLITE_TIMELINE_STEPS", "30:10", '"10:30" (steps 10 to 29)'),
+        ("HVDLITE_TIMELINE_STEPS", "ten", '"10:30" (steps 10 to 29)'),
+        ("HVDLITE_TIMELINE_MAX_BYTES", "1KiB", "4 KiB to 1 TiB"),
     ],
 )
 def test_a_bad_value_names_the_variable_the_value_and_the_range(name, text, accepted):
@@ -153,6 +173,10 @@ def test_an_unknown_name_like_no_other_gets_the_list():
         ({"exit_grace_seconds": 10**400}, "exit_grace_seconds"),
         ({"block_elements": 10}, "block_elements"),
         ({"block_elements": [2048]}, "block_elements"),
+        ({"timeline": 3}, "timeline"),
+        ({"timeline": b"bytes"}, "timeline"),
+        ({"timeline_steps": (3, 3)}, "timeline_steps"),
+        ({"timeline_steps": 3}, "timeline_steps"),
     ],
 )
 def test_a_bad_value_of_the_user_names_field_and_variable(kwargs, field):
@@ -167,6 +191,8 @@ def test_values_may_be_given_as_text_and_come_out_in_the_fields_type():
     assert type(config.exit_grace_seconds) is float
     assert config.deterministic is True
     assert type(Config(block_elements="4096").block_elements) is int
+    assert Config(timeline=Path("a/b")).timeline == "a/b"
+    assert Config(timeline_steps=(10, 30)).timeline_steps == "10:30"
 
 
 @pytest.mark.parametrize("name", ["exit_grace_seconds", "stall_check_time_seconds"])
@@ -178,10 +204,14 @@ def test_horovods_names_count_where_they_mean_the_same():
     env = {
         "HOROVOD_FUSION_THRESHOLD": "1048576",
         "HOROVOD_LOG_LEVEL": "DEBUG",
+        "HOROVOD_TIMELINE": "DYNAMIC",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
     }
     assert Config.from_env(env) == Config(
         fusion_threshold=2**20,
         log_level="debug",
+        timeline="DYNAMIC",
+        timeline_mark_cycles=True,
     )
 
 
@@ -257,6 +287,7 @@ def test_table_has_every_field_with_its_default_and_range():
     ]
     assert by_name["exit_grace_seconds"][2:4] == ["5 seconds", "0 to 604800 seconds"]
     assert by_name["deterministic"][2:4] == ["false", "true or false"]
+    assert by_name["timeline"][2:4] == ["none", "a path"]
     assert by_name["block_elements"][2:4] == ["32768 elements", "1024 to 4194304 elements"]
 
 

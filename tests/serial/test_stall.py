@@ -302,9 +302,10 @@ def test_what_another_rank_has_called_is_a_clue():
 
 
 def test_names_of_calls_within_the_library_are_not_shown():
-    assert stall.describe_call("segment", "\0segment.noname.3") == "segment"
+    assert stall.describe_call("segment", "\0\0segment.noname.3") == "segment"
     assert stall.describe_call("broadcast", "\0mine") == "broadcast 'mine'"
-    assert stall.describe_call("barrier", "barrier.noname.0") == "barrier 'barrier.noname.0'"
+    assert stall.describe_call("barrier", "\0barrier.noname.0") == "barrier 'barrier.noname.0'"
+    assert stall.describe_call("allreduce", "loss") == "allreduce 'loss'"
 
 
 # ---- giving up ---------------------------------------------------------------------------------
