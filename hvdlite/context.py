@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from hvdlite.errors import (
     ShutDownError,
 )
 from hvdlite.exits import Exits
-from hvdlite.negotiation import Matcher, check_contents, check_words, word_of
+from hvdlite.negotiation import Matcher, Ticket, check_contents, check_words, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.progress import Progress
 from hvdlite.reducer import Reducer
@@ -94,6 +94,9 @@ class Context:
         self.matcher = Matcher(self.backend.control, self.progress, config.block_elements)
         self.process_sets: dict[int, ProcessSet] = {}
         self._next_set_id = 0
+        # How calls that were checked before are made again, by what they are and the process set's
+        # id(); forgotten when a set comes or goes.
+        self.usual_calls: dict[Any, Callable[..., tuple[Matcher, Ticket]]] = {}
         sets = self.process_sets
         self.matcher.members = lambda set_id: sets[set_id].ranks if set_id in sets else None
         self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -237,6 +240,7 @@ class Context:
         if is_known:
             set_id = process_set.process_set_id
             assert set_id is not None
+            self.usual_calls.clear()
             del self.process_sets[set_id]
             process_set.bind(None, -1, process_set.ranks)
         return is_known

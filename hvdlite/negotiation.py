@@ -335,9 +335,9 @@ class Matcher:
                 (self._counts.__setitem__, counter, count + 1),
                 (setattr, ticket, "key", key),
             ]
-        if len(key[1].encode()) > MAX_NAME_BYTES:
+        if len(key[1]) > MAX_NAME_BYTES // 4 and len(key[1].encode()) > MAX_NAME_BYTES:
             raise ValueError(f"name of {len(key[1])} characters; at most {MAX_NAME_BYTES}")
-        meeting = self._meeting(key)
+        meeting = self._meetings.get(key) or _Meeting()
         if meeting.tickets and any(other.is_waited_for for other in meeting.tickets):
             raise ValueError(
                 f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
@@ -519,16 +519,11 @@ class Matcher:
                 unposted.popleft()
                 continue
             others = self._others(unposted[0][0].ranks)
-            batch: list[tuple[Ticket, _Post]] = []
-            room = _BATCH_BYTES
-            for ticket, post in unposted:
-                room -= len(post.inline or b"")
-                if batch and (room < 0 or self._others(ticket.ranks) != others):
-                    break
-                batch.append((ticket, post))
-            words = [(*ticket.key, *post) for ticket, post in batch]
-            if others and not self.control.post(others, (_CALLS,), marshal.dumps(words)):
-                return moved
+            batch = [unposted[0]] if len(unposted) == 1 else self._batch(others)
+            if others:
+                words = [(*ticket.key, *post) for ticket, post in batch]
+                if not self.control.post(others, (_CALLS,), marshal.dumps(words)):
+                    return moved
             for ticket, post in batch:
                 self._meetings[ticket.key].posts.setdefault(self.rank, {})[post.serial] = post
                 self._woken[ticket.key] = None
@@ -536,15 +531,26 @@ class Matcher:
                 unposted.popleft()
         return moved
 
+    def _batch(self, others: tuple[int, ...]) -> list[tuple[Ticket, _Post]]:
+        """What goes to the same ranks, as much as fits into a message."""
+        batch: list[tuple[Ticket, _Post]] = []
+        room = _BATCH_BYTES
+        for ticket, post in self._unposted:
+            room -= len(post.inline or b"")
+            if batch and (room < 0 or self._others(ticket.ranks) != others):
+                break
+            batch.append((ticket, post))
+        return batch
+
     def _others(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return _without(ranks, self.rank)
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
         if header[0] == _CALLS:
             filed = self._filed.get(source, 0)
-            for set_id, name, *post in marshal.loads(payload):
-                if post[0] > filed:
-                    self._file(source, (set_id, name), _Post._make(post))
+            for set_id, name, serial, *rest in marshal.loads(payload):
+                if serial > filed:
+                    self._file(source, (set_id, name), _Post(serial, *rest))
         else:
             _, serial, stage, offset = header
             incoming = self._incoming.get((source, serial, stage))
@@ -635,7 +641,7 @@ class Matcher:
         own = ticket.posts[self.rank]
         ticket.active = ticket.ranks
         wires = {post.wire for post in ticket.posts.values()}
-        if _JOINED in wires and not ticket.is_answer:
+        if len(wires) > 1 and _JOINED in wires and not ticket.is_answer:
             wires.remove(_JOINED)
             ticket.active = tuple(r for r, p in ticket.posts.items() if p.wire != _JOINED)
             if len(wires) == 1 and not ticket.bears_joined_ranks:
@@ -749,14 +755,23 @@ class Matcher:
 
         The operands are left as they are, so doing this twice does no harm.
         """
-        reduction, blocks = tickets[0].segments[0].reduction, self._block_elements
+        first = tickets[0]
+        reduction, blocks = first.segments[0].reduction, self._block_elements
+        if len(tickets) == len(first.segments) == 1 and not first.keeps_shares:
+            posts = first.posts
+            operands = [
+                np.frombuffer(posts[r].inline or b"", reduction.dtype) for r in first.active
+            ]
+            with np.errstate(all="ignore"):  # as arithmetic.run() does
+                first.parts = (reduction.reduce(operands, blocks).view(np.uint8),)
+            self._count(first)
+            self._retire(first)
+            return
         plain = [t for t in tickets if len(t.segments) == 1 and not t.keeps_shares]
         with np.errstate(all="ignore"):  # as arithmetic.run() does
             if plain:
                 inlines = [[t.posts[r].inline or b"" for r in t.active] for t in plain]
-                joined = (
-                    inlines[0] if len(plain) == 1 else map(b"".join, zip(*inlines, strict=True))
-                )
+                joined = map(b"".join, zip(*inlines, strict=True))
                 operands = [np.frombuffer(data, reduction.dtype) for data in joined]
                 whole = reduction.reduce(operands, blocks).view(np.uint8)
                 start = 0

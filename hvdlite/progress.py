@@ -213,11 +213,11 @@ class Progress:
         trace = None if self.timeline is None else self.timeline.watch(what)
         self._busy = what
         try:
-            self.recorder.waits(what)
             self._loop(ready, what, missing, check, timeout_s, story, trace)
         finally:
             self._busy = ""
-            self.recorder.goes_on()
+            if self.recorder.is_waiting:
+                self.recorder.goes_on()
             if trace is not None:
                 trace.end()
 
@@ -246,6 +246,7 @@ class Progress:
                 trace.look(missing())
             now = time.monotonic()
             if not started:
+                self.recorder.waits(what)
                 started, next_check = now, now + _CHECK_PERIOD_S
             if now >= next_check:
                 next_check = now + _CHECK_PERIOD_S

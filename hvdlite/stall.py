@@ -83,6 +83,7 @@ class Recorder:
         self._events: deque[tuple[Any, ...]] = deque(maxlen=3 * _KEPT)
         self._count = 0
         self._jotted = ""
+        self.is_waiting = False
 
     def submitted(self, key: Hashable, kind: str, name: str, nbytes: int) -> None:
         """A collective begins; `key` tells it from the others that are under way."""
@@ -98,6 +99,7 @@ class Recorder:
 
     def waits(self, what: str) -> None:
         """This rank begins to wait."""
+        self.is_waiting = True
         if not self._jots:
             return
         if what == self._jotted:
@@ -110,6 +112,7 @@ class Recorder:
         """It does not wait any more."""
         if self._jots:
             self._control.jot(False)
+        self.is_waiting = False
 
     def entries(self) -> list[Entry]:
         """The last collectives, oldest first."""

@@ -125,14 +125,14 @@ def test_the_others_read_what_a_rank_waits_for():
 
     def look():
         seen.append(net.controls[1].jotted(0))
-        return len(seen) > 1
+        return len(seen) > 50  # a short wait is not worth a word
 
     call = left.submit(ticket("x"))
     net.progress[0].wait(look, call.what, lambda: [1])
-    net.progress[0].wait(lambda: True, "a step", list)
-    assert (seen[0].text, seen[0].waits) == ("test 'x'", True)
+    assert (seen[0].text, seen[0].waits) == ("test 'x'", False)
+    assert (seen[-1].text, seen[-1].waits) == ("test 'x'", True)
     after = net.controls[1].jotted(0)
-    assert (after.text, after.waits) == ("a step", False)
+    assert (after.text, after.waits) == ("test 'x'", False)
 
 
 # ---- when a wait speaks ------------------------------------------------------------------------
@@ -387,7 +387,8 @@ def test_an_alarm_at_every_point_of_a_wait_leaves_no_wait_behind(lines):
             progress.wait(lambda: time.monotonic() > start + 0.03, "a test", lambda: [1])
         assert not progress.is_busy
         progress.wait(lambda: True, "another", list)
-        assert not net.controls[1].jotted(0).waits
+        jotting = net.controls[1].jotted(0)
+        assert jotting is None or not jotting.waits
 
     # Distinct places are few, but a wait passes them many times: the first dozens will do.
     class Enough(Exception):
