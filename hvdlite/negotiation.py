@@ -39,7 +39,7 @@ from hvdlite.types import Array
 _CALLS, _PIECE = 1, 2
 _INLINE_BYTES = 32 * 1024  # up to here the data travels with the call itself
 _RETRY = 32  # submissions between two looks for room
-_BATCH_BYTES = 48 * 1024  # of data; calls that had to wait travel together up to here
+_BATCH_BYTES = 64 * 1024  # calls that had to wait travel together up to here
 MAX_NAME_BYTES = 512
 _MAX_WIRE_BYTES = 1024
 _JOIN_NAME = "\0join"
@@ -58,6 +58,12 @@ class _Post(NamedTuple):
     nbytes: int
     extra: Any
     inline: bytes | None
+
+    @property
+    def room(self) -> int:
+        """Bytes of a message that it takes at most, without the name."""
+        extra = 64 if self.extra is None else 4096
+        return len(self.inline or b"") + len(self.wire) + extra
 
 
 class Segment(NamedTuple):
@@ -534,9 +540,9 @@ class Matcher:
     def _batch(self, others: tuple[int, ...]) -> list[tuple[Ticket, _Post]]:
         """What goes to the same ranks, as much as fits into a message."""
         batch: list[tuple[Ticket, _Post]] = []
-        room = _BATCH_BYTES
+        room = min(_BATCH_BYTES, self.control.max_payload)
         for ticket, post in self._unposted:
-            room -= len(post.inline or b"")
+            room -= post.room + 4 * len(ticket.name)
             if batch and (room < 0 or self._others(ticket.ranks) != others):
                 break
             batch.append((ticket, post))
@@ -616,7 +622,8 @@ class Matcher:
         if self._join is not None and self._wants_answer(meeting):
             members = self.members(key[0])
             if members is not None:
-                self.submit(Ticket(*(key[0], members, key[1]), (), _NOTHING, list))
+                set_id, name = key
+                self.submit(Ticket(set_id, members, name, (), _NOTHING, list))
                 moved = True
         if not meeting.tickets and not any(meeting.posts.values()):
             self._meetings.pop(key, None)

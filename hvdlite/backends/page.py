@@ -134,6 +134,8 @@ class ControlPage:
         head = marshal.dumps(header)
         length = len(payload)
         large = len(head) + length > _SMALL_BYTES
+        if len(head) > _HEADER_BYTES or length > self.max_payload:  # it would spoil its neighbour
+            raise ValueError(f"a message of {len(head)} + {length} bytes has no room on the page")
         mine = self._mine
         draft = self._entries + self._draft * _ENTRY_WORDS + _SERIAL
         posted = mine[_POSTED]

@@ -239,6 +239,22 @@ def test_a_refused_call_is_not_overtaken_by_a_later_one():
     assert len(refused) == 3
 
 
+def test_calls_that_had_to_wait_travel_together_as_many_as_fit():
+    network = Network(2)
+    matchers = network.matchers()
+    for control in network.controls:
+        control.max_payload = 10_000  # which the fake checks
+    post, posts = network.controls[0].post, []
+    network.controls[0].post = lambda *_: False  # no room
+    tickets = [matchers[0].submit(gather(f"{k:0500}", (0, 1), 0, 3 * (k % 7))) for k in range(100)]
+    network.controls[0].post = lambda *args: posts.append(args) or post(*args)
+    tickets += [matchers[1].submit(gather(f"{k:0500}", (0, 1), 1, 3 * (k % 7))) for k in range(100)]
+    drive(matchers, tickets)
+    for ticket, matcher in zip(tickets, [matchers[0]] * 100 + [matchers[1]] * 100, strict=True):
+        assert_right(ticket, matcher)
+    assert 10 < len(posts) < 60
+
+
 # --- mismatches
 
 
