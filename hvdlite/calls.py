@@ -7,7 +7,8 @@ Every function checks what one rank can see alone, before anything is stored or 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from hvdlite.adasum import adasum, check_adasum
 from hvdlite.arithmetic import Reduction, check_reducible
 from hvdlite.arrays import dtype_name, store_into, to_numpy
 from hvdlite.compression import Codec, Compression, Compressor, check_compression
-from hvdlite.context import current
+from hvdlite.context import Context, current
 from hvdlite.negotiation import MAX_NAME_BYTES, Matcher, Segment, Signature, Ticket, even_segment
 from hvdlite.process_set import ProcessSet
 from hvdlite.types import Array, ReduceOp, parse_op
@@ -46,117 +47,203 @@ def reduce_call(
 ) -> Call:
     """Allreduce and reducescatter, of one array or of a group; see `hvdlite.allreduce`."""
     context = current()
-    is_usual = not (grouped or in_place or scatters) and type(array := arrays) is np.ndarray
-    is_usual = is_usual and compression is Compression.none and type(op) in (ReduceOp, str)
-    is_usual = is_usual and type(prescale_factor) is type(postscale_factor) is float
-    key: tuple[Any, ...] = ()
-    if is_usual and array.flags.c_contiguous and array.flags.aligned:
-        key = (kind, op, array.dtype, array.shape, prescale_factor, postscale_factor)
-        usual = context.usual_calls.get((key, id(process_set)))
-        if usual is not None:
-            check_name(kind, name)
-            return usual(name, array)
+    key: Any = None
+    is_usual = not (grouped or in_place or scatters) and compression is Compression.none
+    if is_usual and type(arrays) is np.ndarray and type(op) in (ReduceOp, str):
+        flags = arrays.flags
+        is_usual = type(prescale_factor) is type(postscale_factor) is float
+        if is_usual and flags.c_contiguous and flags.aligned:
+            key = (kind, op, arrays.dtype, arrays.shape, prescale_factor, postscale_factor)
+            key = (key, id(process_set))
+            usual = context.usual_calls.get(key)
+            if usual is not None:
+                check_name(kind, name)
+                return usual(name, arrays)
     set_id, ranks = context.members(process_set, kind)
     label = check_name(kind, name)
     reduce_op = op if type(op) is ReduceOp else _parsed(op, label)
-    listed = _listed(arrays, label) if grouped else (arrays,)
-    prescale = _finite(prescale_factor, "prescale_factor", label)
-    postscale = _finite(postscale_factor, "postscale_factor", label)
+    arithmetic = _Arithmetic(
+        reduce_op,
+        len(ranks),
+        _finite(prescale_factor, "prescale_factor", label),
+        _finite(postscale_factor, "postscale_factor", label),
+    )
     compressor = check_compression(compression, label)
-    operands, decoders, makers = [], [], []
-    for array in listed:
+    if scatters and reduce_op is ReduceOp.ADASUM:
+        raise ValueError(f"{label}: reducescatter has no Adasum; use Average or Sum")
+    group = _Group(grouped)
+    for array in _listed(arrays, label) if grouped else (arrays,):
         operand, decode, make = _operand(array, label, compressor, in_place, is_part=scatters)
-        if reduce_op is ReduceOp.ADASUM:
-            check_adasum(operand.dtype, label)
-        else:
-            check_reducible(reduce_op, operand.dtype, label, prescale, postscale)
-        if scatters and operand.ndim == 0:
-            raise ValueError(f"{label}: a 0-d array has no rows to scatter; pass one of shape (1,)")
-        operands.append(operand)
-        decoders.append(decode)
-        makers.append(make)
-    n = len(ranks)
-    if not grouped and not scatters and reduce_op is not ReduceOp.ADASUM:  # the usual call
-        operand, decode, make = operands[0], decoders[0], makers[0]
-        dtype, shape = operand.dtype, operand.shape
-        spec = _allreduce_spec(kind, reduce_op, dtype, shape, prescale, postscale, n)
-
-        def call(name: str | None, operand: Array) -> Call:
-            ticket = Ticket(
-                set_id, ranks, name, spec[0], as_bytes(operand), result, segments=spec[1]
-            )
-            return context.matcher, ticket
-
-        def result(parts: Sequence[Array]) -> Any:
-            return make(decode(parts[0].view(dtype).reshape(shape)))
-
-        if key and operand is array:  # nothing here depends on its values
+        arithmetic.check(operand.dtype, label)
+        if scatters:
+            _check_rows(operand, label, "scatter")
+        group.add(operand, decode, make)
+    if not grouped and not scatters and reduce_op is not ReduceOp.ADASUM:
+        call = _usual_call(context, kind, set_id, ranks, arithmetic, group)
+        if key is not None and group.operands[0] is arrays:  # nothing depends on its values
             if len(context.usual_calls) >= _MAX_USUAL:
                 context.usual_calls.clear()
-            context.usual_calls[key, id(process_set)] = call
-        return call(name, operand)
-    signature = _reduction_signature(
-        kind, _described(operands, grouped), reduce_op, prescale, postscale
-    )
-    data, starts = _joined(operands)
-    me = ranks.index(context.rank)
-    if not operands:  # an empty group is compared, too
-        return context.matcher, Ticket(set_id, ranks, name, signature, data, lambda _: [])
-
-    def finish(arrays: Sequence[Array]) -> Any:
-        # All are decoded before the first overwrites anything.
-        decoded = [decode(array) for decode, array in zip(decoders, arrays, strict=True)]
-        results = [make(array) for make, array in zip(makers, decoded, strict=True)]
-        return results if grouped else results[0]
-
-    if reduce_op is ReduceOp.ADASUM:
-        if scatters:
-            raise ValueError(f"{label}: reducescatter has no Adasum; use Average or Sum")
-
-        def combine(parts: Sequence[Array]) -> Any:
-            members = [_cut(part, starts, operands) for part in parts]
-            return finish([adasum(t, prescale, postscale) for t in zip(*members, strict=True)])
-
-        return context.matcher, Ticket(set_id, ranks, name, signature, data, combine)
-    if scatters:
-        rows = [even_rows(operand.shape[0], n) for operand in operands]
-        segments = [
-            Segment(
-                _reduction(reduce_op, operand.dtype, n, prescale, postscale),
-                tuple(start + end * _row_bytes(operand) for end in accumulate(counts, initial=0)),
-            )
-            for operand, start, counts in zip(operands, starts, rows, strict=True)
-        ]
-
-        def cut(parts: Sequence[Array]) -> Any:
-            return finish(
-                [
-                    part.view(operand.dtype).reshape(counts[me], *operand.shape[1:])
-                    for part, operand, counts in zip(parts, operands, rows, strict=True)
-                ]
-            )
-
+            context.usual_calls[key] = call
+        return call(name, group.operands[0])
+    described = _described(group.operands, grouped)
+    signature = _reduction_signature(kind, described, reduce_op, *arithmetic.factors)
+    data, starts = _joined(group.operands)
+    finish: Callable[[Sequence[Array]], Any]
+    if not group.operands:  # an empty group is compared, too
+        ticket = Ticket(set_id, ranks, name, signature, data, lambda _: [])
+    elif reduce_op is ReduceOp.ADASUM:
+        finish = partial(_combine, group, starts, arithmetic.factors)
+        ticket = Ticket(set_id, ranks, name, signature, data, finish)
+    elif scatters:
+        me = ranks.index(context.rank)
+        segments, finish = _scattered(group, starts, arithmetic, me)
         ticket = Ticket(
-            set_id, ranks, name, signature, data, cut, segments=segments, keeps_shares=True
+            set_id, ranks, name, signature, data, finish, segments=segments, keeps_shares=True
         )
-        return context.matcher, ticket
-    segments = []
-    ends = [*starts[1:], data.size]  # with what fills up the last one
-    for first, last in _runs(operands):  # neighbours of one dtype are reduced as one
-        reduction = _reduction(reduce_op, operands[first].dtype, n, prescale, postscale)
-        segments.append(even_segment(reduction, starts[first], ends[last]))
+    else:
+        segments = _runs(group.operands, starts, data.size, arithmetic)
+        finish = partial(_separate, group, starts, segments, data.size)
+        ticket = Ticket(set_id, ranks, name, signature, data, finish, segments=segments)
+    return context.matcher, ticket
 
-    def separate_again(parts: Sequence[Array]) -> Any:
-        whole = _NOTHING
-        if parts:
-            whole = np.empty(data.size, np.uint8)
-            for part, segment in zip(parts, segments, strict=True):
-                whole[segment.whole] = part
-        return finish(_cut(whole, starts, operands))
 
-    return context.matcher, Ticket(
-        set_id, ranks, name, signature, data, separate_again, segments=segments
-    )
+@dataclass(frozen=True, slots=True)
+class _Arithmetic:
+    """How the operands of a call are reduced."""
+
+    op: ReduceOp
+    num_ranks: int
+    prescale: float
+    postscale: float
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Pre- and postscale."""
+        return self.prescale, self.postscale
+
+    def check(self, dtype: np.dtype[Any], label: str) -> None:
+        """Raise TypeError where the op has no meaning for `dtype`."""
+        if self.op is ReduceOp.ADASUM:
+            check_adasum(dtype, label)
+        else:
+            check_reducible(self.op, dtype, label, *self.factors)
+
+    def of(self, dtype: np.dtype[Any]) -> Reduction:
+        """The one object for all that is reduced alike."""
+        return _reduction(self.op, dtype, self.num_ranks, *self.factors)
+
+
+class _Group:
+    """The arrays of a call: what travels, and how the caller's results are made of what comes back.
+
+    Args:
+        grouped: The caller passed a list, and gets one.
+    """
+
+    def __init__(self, grouped: bool) -> None:
+        self.grouped = grouped
+        self.operands: list[Array] = []
+        self.decoders: list[Callable[[Array], Array]] = []
+        self.makers: list[Callable[[Array], Any]] = []
+
+    def add(
+        self, operand: Array, decode: Callable[[Array], Array], make: Callable[[Array], Any]
+    ) -> None:
+        """One array more."""
+        self.operands.append(operand)
+        self.decoders.append(decode)
+        self.makers.append(make)
+
+    def results(self, arrays: Sequence[Array]) -> Any:
+        """What the caller gets; all are decoded before the first overwrites anything."""
+        decoded = [decode(array) for decode, array in zip(self.decoders, arrays, strict=True)]
+        made = [make(array) for make, array in zip(self.makers, decoded, strict=True)]
+        return made if self.grouped else made[0]
+
+
+def _usual_call(
+    context: Context,
+    kind: str,
+    set_id: int,
+    ranks: tuple[int, ...],
+    arithmetic: _Arithmetic,
+    group: _Group,
+) -> Callable[[str | None, Array], Call]:
+    """An allreduce of one array: makes the same call of any array like it."""
+    operand, matcher = group.operands[0], context.matcher
+    dtype, shape = operand.dtype, operand.shape
+    # It is kept, so it must not keep the array.
+    decode, make = group.decoders[0], group.makers[0]
+    described = (("dtype", dtype_name(dtype)), ("shape", shape))
+    signature = _reduction_signature(kind, described, arithmetic.op, *arithmetic.factors)
+    segments = (even_segment(arithmetic.of(dtype), 0, operand.nbytes),)
+
+    def finish(parts: Sequence[Array]) -> Any:
+        return make(decode(parts[0].view(dtype).reshape(shape)))
+
+    def call(name: str | None, operand: Array) -> Call:
+        data = operand.reshape(-1).view(np.uint8)
+        return matcher, Ticket(set_id, ranks, name, signature, data, finish, segments=segments)
+
+    return call
+
+
+def _combine(
+    group: _Group, starts: Sequence[int], factors: tuple[float, float], parts: Sequence[Array]
+) -> Any:
+    """Adasum, of all members' arrays."""
+    members = [_cut(part, starts, group.operands) for part in parts]
+    return group.results([adasum(tensor, *factors) for tensor in zip(*members, strict=True)])
+
+
+def _scattered(
+    group: _Group, starts: Sequence[int], arithmetic: _Arithmetic, me: int
+) -> tuple[list[Segment], Callable[[Sequence[Array]], Any]]:
+    """Rows for each member, and how this one cuts its own."""
+    operands = group.operands
+    rows = [even_rows(operand.shape[0], arithmetic.num_ranks) for operand in operands]
+    segments = [
+        Segment(
+            arithmetic.of(operand.dtype),
+            tuple(start + end * _row_bytes(operand) for end in accumulate(counts, initial=0)),
+        )
+        for operand, start, counts in zip(operands, starts, rows, strict=True)
+    ]
+
+    def finish(parts: Sequence[Array]) -> Any:
+        return group.results(
+            [
+                part.view(operand.dtype).reshape(counts[me], *operand.shape[1:])
+                for part, operand, counts in zip(parts, operands, rows, strict=True)
+            ]
+        )
+
+    return segments, finish
+
+
+def _runs(
+    operands: Sequence[Array], starts: Sequence[int], size: int, arithmetic: _Arithmetic
+) -> list[Segment]:
+    """Neighbours of one dtype are reduced as one, with what fills up the room between them."""
+    firsts = [k for k, o in enumerate(operands) if k == 0 or operands[k - 1].dtype != o.dtype]
+    bounds = [*(starts[k] for k in firsts), size]
+    return [
+        even_segment(arithmetic.of(operands[k].dtype), start, stop)
+        for k, (start, stop) in zip(firsts, pairwise(bounds), strict=True)
+    ]
+
+
+def _separate(
+    group: _Group,
+    starts: Sequence[int],
+    segments: Sequence[Segment],
+    size: int,
+    parts: Sequence[Array],
+) -> Any:
+    whole = np.empty(size, np.uint8)
+    for part, segment in zip(parts, segments, strict=True):
+        whole[segment.whole] = part
+    return group.results(_cut(whole, starts, group.operands))
 
 
 def gather_call(
@@ -479,14 +566,6 @@ def _cut(data: Array, starts: Sequence[int], operands: Sequence[Array]) -> list[
     ]
 
 
-def _runs(operands: Sequence[Array]) -> list[tuple[int, int]]:
-    """First and last of each run of equal dtypes."""
-    if not operands:
-        return []
-    firsts = [k for k, o in enumerate(operands) if k == 0 or operands[k - 1].dtype != o.dtype]
-    return list(zip(firsts, [k - 1 for k in firsts[1:]] + [len(operands) - 1], strict=True))
-
-
 def _row_bytes(array: Array) -> int:
     return math.prod(array.shape[1:]) * array.dtype.itemsize
 
@@ -501,23 +580,6 @@ def _reduction_signature(
         ("prescale_factor", prescale),
         ("postscale_factor", postscale),
     )
-
-
-@lru_cache(4096)
-def _allreduce_spec(
-    kind: str,
-    op: ReduceOp,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    prescale: float,
-    postscale: float,
-    n: int,
-) -> tuple[Signature, tuple[Segment, ...]]:
-    """What depends on nothing else; the same arrays are reduced again and again."""
-    described = (("dtype", dtype_name(dtype)), ("shape", shape))
-    signature = _reduction_signature(kind, described, op, prescale, postscale)
-    reduction = _reduction(op, dtype, n, prescale, postscale)
-    return signature, (even_segment(reduction, 0, math.prod(shape) * dtype.itemsize),)
 
 
 @lru_cache(256)

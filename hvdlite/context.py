@@ -95,7 +95,7 @@ class Context:
         self.process_sets: dict[int, ProcessSet] = {}
         self._next_set_id = 0
         # How calls that were checked before are made again, by what they are and the process set's
-        # id(); forgotten when a set comes or goes.
+        # id(); forgotten when a set goes.
         self.usual_calls: dict[Any, Callable[..., tuple[Matcher, Ticket]]] = {}
         sets = self.process_sets
         self.matcher.members = lambda set_id: sets[set_id].ranks if set_id in sets else None
@@ -377,6 +377,7 @@ class Context:
             is_world = process_set is global_process_set
             process_set.bind(None, -1, None if is_world else process_set.ranks)
         self.process_sets.clear()
+        self.usual_calls.clear()
         self.matcher.close(ShutDownError("hvdlite.shutdown() was called before this call was over"))
         self.progress.clear()
         self.stop_timeline()

@@ -1,6 +1,7 @@
 """The collectives on arrays in a world of one: values, kinds, handles, a rank's own mistakes."""
 
 import itertools
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -473,3 +474,12 @@ def test_adasum_of_one_rank_is_its_gradient(hvd):
         np.testing.assert_array_equal(found, array)
         found = hvd.allreduce(array, op=Adasum, prescale_factor=2.0, postscale_factor=0.25)
         np.testing.assert_array_equal(found, array / 2)
+
+
+def test_a_call_that_is_remembered_keeps_no_array(hvd):
+    array = np.ones(1000)
+    kept = weakref.ref(array)
+    hvd.allreduce(array, name="once")
+    assert hvd.current().usual_calls
+    del array
+    assert kept() is None
