@@ -191,6 +191,8 @@ TARGETS = (
     Target("  (the machine: np.copyto of 64 bytes, us)", "", figure("copyto of 64 bytes, us")),
     Target("6 tensors, 1 MB: views sync beyond the reduction, us", "<= 60", sync_excess),
     Target("local step(), 161 tensors as views, us", "<= 150", figure("local step, us")),
+    Target("allreduce, 1 KiB, beyond 3 bare ones, us", "<= 30", figure("eager beyond 3 MPI, us")),
+    Target("1,000 named allreduce_async, us each", "<= 15", figure("eager async, us")),
     Target("a rank 50 ms late: CPU burnt / wait, %", "<= 20", figure("late rank, %")),
     Target("memory beyond the gradients, packed, x", "<= 1.02", figure("memory packed, x")),
     Target("memory beyond the gradients, views, x", "<= 0.02", figure("memory views, x")),

@@ -440,6 +440,34 @@ def time_local_step(comm: MPI.Intracomm, rounds: int) -> float:
     return statistics.median(times[1:])
 
 
+def time_eager_calls(comm: MPI.Intracomm, rounds: int) -> dict[str, float]:
+    """Latency of eager calls on 1 KiB beside bare MPI, in turns, and of a thousand in flight."""
+    array, out = np.ones(256, np.float32), np.empty(256, np.float32)
+    calls = {
+        "Allreduce": lambda: comm.Allreduce(array, out),
+        "allreduce": lambda: hvd.allreduce(array, name="eager"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(100 * rounds):
+        for name, call in calls.items():
+            comm.Barrier()
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    bare, eager = (median_of_slowest(times[name], comm) * 1e6 for name in calls)
+    names = [f"eager.{k}" for k in range(1000)]
+    each = []
+    for _ in range(rounds):
+        comm.Barrier()
+        start = time.perf_counter()
+        handles = [hvd.allreduce_async(array, name=name) for name in names]
+        for handle in handles:
+            handle.wait()
+        each.append(time.perf_counter() - start)
+    many = median_of_slowest(each, comm) * 1e6 / len(names)
+    return {"eager beyond 3 MPI, us": eager - 3 * bare, "eager async, us": many}
+
+
 def cpu_of_waiting(comm: MPI.Intracomm, rounds: int) -> float:
     """CPU time that the hungriest waiter burns while the last rank is late, over its wait."""
     grads = Gradients(mlp(256), comm)
@@ -523,6 +551,7 @@ def single_figures(comm: MPI.Intracomm, quick: bool) -> dict[str, float]:
     if comm.size == 1:
         return {"local step, us": time_local_step(comm, rounds) * 1e6}
     figures = {"overlap, x": overlap_cost(comm, 3 if quick else 15)}
+    figures |= time_eager_calls(comm, rounds)
     figures["late rank, %"] = cpu_of_waiting(comm, 3 if quick else 11) * 100
     for kind in ("views", "packed"):
         views = kind == "views"
