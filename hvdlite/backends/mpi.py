@@ -37,7 +37,7 @@ _ARRIVED, _RECORD, _CLOSED = "arrived", "record", "closed"
 _PREFIX = 32  # bytes: serial, length of the header, length of the payload, generation
 _HEADER_BYTES = 2048
 _MAX_PAYLOAD = 256 * 1024 - _HEADER_BYTES
-_MAX_OUTSTANDING = 64  # messages on the way to one rank
+_TIDIED, _MAX_OUTSTANDING = 16, 64  # messages on the way to one rank
 CHUNK_BYTES = 2**30  # Open MPI's counts end at 2^31 - 1
 _ANNOUNCE_TRIES = 1000  # by the last word of a rank, which cannot wait
 _NUM_TAG_NUMBERS = 4096  # of streams alive at a time; with 9 bits for the rest of a tag
@@ -91,10 +91,11 @@ class MpiControl:
             return True
         to = [r for r in to if self.state(r)[0] < RankState.LEFT]
         for r in to:
-            if len(self._sends[r]) >= _MAX_OUTSTANDING:
-                self._sends[r] = [request for request in self._sends[r] if not request.Test()]
-                if len(self._sends[r]) >= _MAX_OUTSTANDING:
-                    return False
+            sends = self._sends[r]
+            if sends and len(sends) % _TIDIED == 0:  # those that have arrived need not be kept
+                sends = self._sends[r] = [request for request in sends if not request.Test()]
+            if len(sends) >= _MAX_OUTSTANDING:
+                return False
         head = marshal.dumps(header)
         self._serial += 1
         prefix = struct.pack("=4q", self._serial, len(head), len(payload), self._generation)
