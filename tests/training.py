@@ -3,13 +3,20 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 Array = npt.NDArray[Any]
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    """Skip where a library is missing: at collection, for ranks cannot skip a test one by one."""
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
 
 
 def gradient(k: int, rank: int, step: int = 0, like: Array | None = None) -> Array:

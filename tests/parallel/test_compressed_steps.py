@@ -8,7 +8,7 @@ import pytest
 from hvdlite import Compression, Compressor
 from hvdlite.adasum import adasum
 from ranks import assert_all
-from training import Recorder, assert_equal, gradient, zeros
+from training import Recorder, assert_equal, gradient, needs, zeros
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -40,12 +40,14 @@ def pairwise_equal(k, rank, step=0, like=None):
 @pytest.mark.parametrize("backend", ["shm", "mpi"])
 @pytest.mark.parametrize(
     ("compression", "exact"),
-    [(Compression.fp16, gradient), (Compression.bf16, gradient), (Halves, pairwise_equal)],
+    [
+        (Compression.fp16, gradient),
+        pytest.param(Compression.bf16, gradient, marks=needs("ml_dtypes")),
+        (Halves, pairwise_equal),
+    ],
     ids=["fp16", "bf16", "own"],
 )
 def test_gradients_travel_compressed_and_come_back_as_they_were(hvd, backend, compression, exact):
-    if compression is Compression.bf16:
-        pytest.importorskip("ml_dtypes")
     hvd.shutdown()
     hvd.init(config={"backend": backend})
     rank, size, inner = hvd.rank(), hvd.size(), Recorder()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from training import counted, process_sets, rotated
+from training import counted, needs, process_sets, rotated
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -224,9 +224,11 @@ def test_broadcast_parameters_makes_them_equal(hvd):
     assert hvd.check_consistency(params) == []
 
 
+@needs("torch")
 @pytest.mark.mpi(min_size=2)
 def test_torch_tensors_are_compared_by_bits_too(hvd):
-    torch = pytest.importorskip("torch")
+    import torch
+
     rank, n = hvd.rank(), hvd.size()
     params = {"w": torch.zeros(3, 4), "v": torch.nn.Parameter(torch.ones(2))}
     assert hvd.check_consistency(params) == []

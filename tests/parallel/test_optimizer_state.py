@@ -4,12 +4,13 @@ import collections
 import copy
 import enum
 import pickle
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from training import counted, gradient, process_sets
+from training import counted, gradient, needs, process_sets
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -505,14 +506,17 @@ def test_process_sets_have_states_of_their_own(hvd):
 
 @pytest.fixture
 def torch():
-    return pytest.importorskip("torch")
+    return import_module("torch")
 
 
-@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
+@needs("torch")
+@pytest.mark.parametrize(
+    "bfloat16",
+    [False, pytest.param(True, marks=needs("ml_dtypes"))],
+    ids=["float32", "bfloat16"],
+)
 def test_torch_tensors_in_a_dict(hvd, torch, bfloat16):
     rank = hvd.rank()
-    if bfloat16:
-        pytest.importorskip("ml_dtypes")
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     state = {"a": torch.full((2, 3), 1.5 * rank, dtype=dtype).t(), "t": torch.tensor(rank)}
     kept = dict(state)
@@ -529,6 +533,7 @@ def test_torch_tensors_in_a_dict(hvd, torch, bfloat16):
     assert same(state["array"], np.zeros(2))
 
 
+@needs("torch")
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize(
     ("name", "options"),
