@@ -266,9 +266,8 @@ def gather_call(
         whole: list[Array] = []
 
         def place(sizes: Sequence[int], counts: Sequence[Any]) -> list[Array]:
-            whole[:] = [np.empty((sum(counts), *rows.shape[1:]), rows.dtype)]
-            flat = as_bytes(whole[0])
-            return [flat[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+            whole[:] = [_room_for(sum(counts), rows)]
+            return _split(whole[0], sizes)
 
         ticket = Ticket(
             set_id,
@@ -357,9 +356,8 @@ def alltoall_call(array: Any, splits: Any, name: str | None, process_set: Proces
 
     def place(sizes: Sequence[int], extras: Sequence[Any]) -> list[Array]:
         received[:] = [counts[me] for counts in extras]
-        whole[:] = [np.empty((sum(received), *rows.shape[1:]), rows.dtype)]
-        flat = as_bytes(whole[0])
-        return [flat[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+        whole[:] = [_room_for(sum(received), rows)]
+        return _split(whole[0], sizes)
 
     def finish(_: Sequence[Array]) -> Any:
         result = restore(whole[0])
@@ -564,6 +562,17 @@ def _cut(data: Array, starts: Sequence[int], operands: Sequence[Array]) -> list[
         data[start : start + o.nbytes].view(o.dtype).reshape(o.shape).copy()
         for start, o in zip(starts, operands, strict=True)
     ]
+
+
+def _room_for(num_rows: int, like: Array) -> Array:
+    """Rows such as those of an array."""
+    return np.empty((num_rows, *like.shape[1:]), like.dtype)
+
+
+def _split(array: Array, sizes: Sequence[int]) -> list[Array]:
+    """An array's memory, in consecutive pieces of so many bytes."""
+    flat = as_bytes(array)
+    return [flat[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def _row_bytes(array: Array) -> int:

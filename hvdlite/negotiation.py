@@ -343,7 +343,7 @@ class Matcher:
             ]
         if len(key[1]) > MAX_NAME_BYTES // 4 and len(key[1].encode()) > MAX_NAME_BYTES:
             raise ValueError(f"name of {len(key[1])} characters; at most {MAX_NAME_BYTES}")
-        meeting = self._meetings.get(key) or _Meeting()
+        meeting = self._meeting(key)
         if meeting.tickets and any(other.is_waited_for for other in meeting.tickets):
             raise ValueError(
                 f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
