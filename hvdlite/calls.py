@@ -19,8 +19,9 @@ from hvdlite.arithmetic import Reduction, check_reducible
 from hvdlite.arrays import dtype_name, store_into, to_numpy
 from hvdlite.compression import Codec, Compression, Compressor, check_compression
 from hvdlite.context import Context, current
-from hvdlite.negotiation import MAX_NAME_BYTES, Matcher, Segment, Signature, Ticket, even_segment
+from hvdlite.negotiation import MAX_NAME_BYTES, Matcher
 from hvdlite.process_set import ProcessSet
+from hvdlite.ticket import Segment, Signature, Terms, Ticket, even_segment
 from hvdlite.types import Array, ReduceOp, parse_op
 
 Call = tuple[Matcher, Ticket]
@@ -53,8 +54,8 @@ def reduce_call(
         flags = arrays.flags
         is_usual = type(prescale_factor) is type(postscale_factor) is float
         if is_usual and flags.c_contiguous and flags.aligned:
-            key = (kind, op, arrays.dtype, arrays.shape, prescale_factor, postscale_factor)
-            key = (key, id(process_set))
+            dtype, shape = arrays.dtype, arrays.shape
+            key = (kind, op, dtype, shape, prescale_factor, postscale_factor, id(process_set))
             usual = context.usual_calls.get(key)
             if usual is not None:
                 check_name(kind, name)
@@ -90,21 +91,19 @@ def reduce_call(
     data, starts = _joined(group.operands)
     finish: Callable[[Sequence[Array]], Any]
     if not group.operands:  # an empty group is compared, too
-        ticket = Ticket(set_id, ranks, name, signature, data, lambda _: [])
+        terms, finish = Terms(set_id, ranks, signature), _nothing
     elif reduce_op is ReduceOp.ADASUM:
+        terms = Terms(set_id, ranks, signature)
         finish = partial(_combine, group, starts, arithmetic.factors)
-        ticket = Ticket(set_id, ranks, name, signature, data, finish)
     elif scatters:
         me = ranks.index(context.rank)
         segments, finish = _scattered(group, starts, arithmetic, me)
-        ticket = Ticket(
-            set_id, ranks, name, signature, data, finish, segments=segments, keeps_shares=True
-        )
+        terms = Terms(set_id, ranks, signature, segments=segments, keeps_shares=True)
     else:
         segments = _runs(group.operands, starts, data.size, arithmetic)
+        terms = Terms(set_id, ranks, signature, segments=segments)
         finish = partial(_separate, group, starts, segments, data.size)
-        ticket = Ticket(set_id, ranks, name, signature, data, finish, segments=segments)
-    return context.matcher, ticket
+    return context.matcher, Ticket(terms, name, data, finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +176,13 @@ def _usual_call(
     described = (("dtype", dtype_name(dtype)), ("shape", shape))
     signature = _reduction_signature(kind, described, arithmetic.op, *arithmetic.factors)
     segments = (even_segment(arithmetic.of(dtype), 0, operand.nbytes),)
+    terms = Terms(set_id, ranks, signature, segments=segments)
 
     def finish(parts: Sequence[Array]) -> Any:
-        return make(decode(parts[0].view(dtype).reshape(shape)))
+        return make(decode(parts[0].reshape(shape)))
 
     def call(name: str | None, operand: Array) -> Call:
-        data = operand.reshape(-1).view(np.uint8)
-        return matcher, Ticket(set_id, ranks, name, signature, data, finish, segments=segments)
+        return matcher, Ticket(terms, name, operand.reshape(-1).view(np.uint8), finish)
 
     return call
 
@@ -213,7 +212,7 @@ def _scattered(
     def finish(parts: Sequence[Array]) -> Any:
         return group.results(
             [
-                part.view(operand.dtype).reshape(counts[me], *operand.shape[1:])
+                part.reshape(counts[me], *operand.shape[1:])
                 for part, operand, counts in zip(parts, operands, rows, strict=True)
             ]
         )
@@ -242,7 +241,7 @@ def _separate(
 ) -> Any:
     whole = np.empty(size, np.uint8)
     for part, segment in zip(parts, segments, strict=True):
-        whole[segment.whole] = part
+        whole[segment.whole] = part.view(np.uint8)
     return group.results(_cut(whole, starts, group.operands))
 
 
@@ -269,19 +268,13 @@ def gather_call(
             whole[:] = [_room_for(sum(counts), rows)]
             return _split(whole[0], sizes)
 
-        ticket = Ticket(
-            set_id,
-            ranks,
-            name,
-            signature,
-            as_bytes(rows),
-            lambda _: restore(whole[0]),
-            place=place,
-            extra=rows.shape[0],
+        terms = Terms(set_id, ranks, signature, place=place)
+        return context.matcher, Ticket(
+            terms, name, as_bytes(rows), lambda _: restore(whole[0]), extra=rows.shape[0]
         )
-        return context.matcher, ticket
+    terms = Terms(set_id, ranks, signature)
     if not operands:  # an empty group is compared, too
-        return context.matcher, Ticket(set_id, ranks, name, signature, _NOTHING, lambda _: [])
+        return context.matcher, Ticket(terms, name, _NOTHING, _nothing)
     # Each rank's numbers of rows come first.
     counts = np.array([operand.shape[0] for operand in operands])
 
@@ -299,15 +292,7 @@ def gather_call(
             restore(np.concatenate(found)) for restore, found in zip(restores, pieces, strict=True)
         ]
 
-    ticket = Ticket(
-        set_id,
-        ranks,
-        name,
-        signature,
-        _joined([counts, *operands])[0],
-        finish,
-    )
-    return context.matcher, ticket
+    return context.matcher, Ticket(terms, name, _joined([counts, *operands])[0], finish)
 
 
 def broadcast_call(
@@ -334,7 +319,7 @@ def broadcast_call(
         return make(parts[at].view(pattern.dtype).reshape(pattern.shape))
 
     data = as_bytes(pattern) if is_root else _NOTHING
-    return context.matcher, Ticket(set_id, ranks, name, signature, data, finish)
+    return context.matcher, Ticket(Terms(set_id, ranks, signature), name, data, finish)
 
 
 def alltoall_call(array: Any, splits: Any, name: str | None, process_set: ProcessSet) -> Call:
@@ -363,26 +348,16 @@ def alltoall_call(array: Any, splits: Any, name: str | None, process_set: Proces
         result = restore(whole[0])
         return result if splits is None else (result, np.array(received, np.int32))
 
-    ticket = Ticket(
-        set_id,
-        ranks,
-        name,
-        signature,
-        as_bytes(rows),
-        finish,
-        place=place,
-        pick=pick,
-        extra=counts,
-    )
-    return context.matcher, ticket
+    terms = Terms(set_id, ranks, signature, place=place, pick=pick)
+    return context.matcher, Ticket(terms, name, as_bytes(rows), finish, extra=counts)
 
 
 def barrier_call(process_set: ProcessSet) -> Call:
     """Barrier; see `hvdlite.barrier`."""
     context = current()
     set_id, ranks = context.members(process_set, "barrier")
-    signature = (("kind", "barrier"),)
-    return context.matcher, Ticket(set_id, ranks, None, signature, _NOTHING, lambda _: None)
+    terms = Terms(set_id, ranks, (("kind", "barrier"),))
+    return context.matcher, Ticket(terms, None, _NOTHING, lambda _: None)
 
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -512,6 +487,10 @@ def _operand(
         return codec.decompress(wire, context, is_part=is_part)
 
     return to_numpy(compressed, what)[0], decode, make
+
+
+def _nothing(_: Sequence[Array]) -> list[Any]:
+    return []  # of an empty group
 
 
 def _as_it_is(array: Array) -> Array:

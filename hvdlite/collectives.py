@@ -6,7 +6,6 @@ once; with a trailing underscore the result overwrites the array that was passed
 take a list and give all results or, on an error, none.
 """
 
-from functools import partial
 from typing import Any
 
 from hvdlite.calls import (
@@ -35,7 +34,7 @@ def _wait_all(call: Call) -> list[Any]:
 def _start(call: Call) -> Handle[Any]:
     matcher, ticket = call
     matcher.submit(ticket)
-    return Handle(ticket.name, partial(matcher.poll, ticket), partial(matcher.wait, ticket))
+    return Handle(matcher, ticket)
 
 
 def poll(handle: Handle[Any]) -> bool:

@@ -33,10 +33,11 @@ from hvdlite.errors import (
     ShutDownError,
 )
 from hvdlite.exits import Exits
-from hvdlite.negotiation import Matcher, Ticket, check_contents, check_words, word_of
+from hvdlite.negotiation import Matcher, check_contents, check_words, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.progress import Progress
 from hvdlite.reducer import Reducer
+from hvdlite.ticket import Ticket
 from hvdlite.timeline import Timeline
 from hvdlite.types import parse_steps
 

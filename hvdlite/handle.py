@@ -1,9 +1,20 @@
 """The promise of one collective that was started and not waited for."""
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where the calls behind handles are under way."""
+
+    def poll(self, ticket: Any) -> bool:
+        """Whether the call is over; never waits."""
+        ...
+
+    def wait(self, ticket: Any, timeout_s: float | None = None) -> Any:
+        """Wait so many seconds (None: without end) and return the result."""
+        ...
 
 
 class Handle(Generic[T]):
@@ -14,17 +25,19 @@ class Handle(Generic[T]):
     array that it was to fill stays as it is.
 
     Args:
-        name: What the call is matched by.
-        poll: Tells whether the call is over; never waits.
-        wait: Waits so many seconds (None: without end) and returns the result.
+        source: Where the call is under way.
+        ticket: The call; its `name` is what it is matched by.
     """
 
-    __slots__ = ("_poll", "_wait", "name")
+    __slots__ = ("_source", "_ticket")
 
-    def __init__(
-        self, name: str, poll: Callable[[], bool], wait: Callable[[float | None], T]
-    ) -> None:
-        self.name, self._poll, self._wait = name, poll, wait
+    def __init__(self, source: Source, ticket: Any) -> None:
+        self._source, self._ticket = source, ticket
+
+    @property
+    def name(self) -> str:
+        """What the call is matched by."""
+        return str(self._ticket.name)
 
     def done(self) -> bool:
         """Whether `wait()` would return (or raise) at once.
@@ -33,7 +46,7 @@ class Handle(Generic[T]):
         for the first time, right after the call was started, it answers False, unless something
         else has waited meanwhile.
         """
-        return self._poll()
+        return self._source.poll(self._ticket)
 
     def wait(self, timeout: float | None = None) -> T:
         """The result, once it is there; the same one each time.
@@ -47,7 +60,8 @@ class Handle(Generic[T]):
             RankFailedError: A rank died or left.
             ShutDownError: hvdlite was shut down before the call was over.
         """
-        return self._wait(timeout)
+        result: T = self._source.wait(self._ticket, timeout)
+        return result
 
     def __repr__(self) -> str:
         return f"Handle({self.name!r})"

@@ -23,255 +23,90 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hvdlite.arithmetic import Reduction, Step, at_once, blocked_steps, run
+from hvdlite.arithmetic import Step, at_once, quietly
 from hvdlite.backends.base import Control, Header
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.progress import Progress
 from hvdlite.stall import DONE, FAILED, MATCHED, describe_call
+from hvdlite.ticket import (
+    EPOCH,
+    INLINE,
+    KEY,
+    SERIAL,
+    WIRE,
+    Key,
+    Post,
+    Signature,
+    Terms,
+    Ticket,
+    has_joined,
+    most_bytes,
+    signature_of,
+)
+from hvdlite.transfer import CALLS, Incoming, Place, Transfer, others, reduce_inline
 from hvdlite.types import Array
 
-_CALLS, _PIECE = 1, 2
-_INLINE_BYTES = 32 * 1024  # up to here the data travels with the call itself
 _RETRY = 32  # submissions between two looks for room
 _BATCH_BYTES = 64 * 1024  # calls that had to wait travel together up to here
 MAX_NAME_BYTES = 512
-_MAX_WIRE_BYTES = 1024
 _JOIN_NAME = "\0join"
 _NOTHING = np.empty(0, np.uint8)
-
-Signature = tuple[tuple[str, Any], ...]  # field and value, e.g. ("dtype", "float32")
-Key = tuple[int, str]  # process set and name: what calls meet by
-
-
-class _Post(NamedTuple):
-    """One rank's announcement of a call."""
-
-    serial: int
-    epoch: int  # how often all ranks had joined
-    wire: bytes  # the signature as it travels; equal signatures are equal bytes
-    nbytes: int
-    extra: Any
-    inline: bytes | None
-
-    @property
-    def room(self) -> int:
-        """Bytes of a message that it takes at most, without the name."""
-        extra = 64 if self.extra is None else 4096
-        return len(self.inline or b"") + len(self.wire) + extra
-
-
-class Segment(NamedTuple):
-    """A run of elements that are reduced alike; a group of tensors has several.
-
-    `bounds` are byte offsets in the call's data: member k's share goes from `bounds[k]` to
-    `bounds[k + 1]`.
-    """
-
-    reduction: Reduction
-    bounds: tuple[int, ...]
-
-    @property
-    def whole(self) -> slice:
-        """All of it."""
-        return slice(self.bounds[0], self.bounds[-1])
-
-    def share(self, k: int) -> slice:
-        """What member k reduces."""
-        return slice(self.bounds[k], self.bounds[k + 1])
-
-    def over(self, n: int) -> "Segment":
-        """The same with even shares for n members."""
-        start, itemsize = self.bounds[0], self.reduction.dtype.itemsize
-        count = (self.bounds[-1] - start) // itemsize
-        bounds = tuple(start + count * k // n * itemsize for k in range(n + 1))
-        return Segment(self.reduction, bounds)
-
-
-def even_segment(reduction: Reduction, start: int, stop: int) -> Segment:
-    """Shares of equal size, up to one element."""
-    return Segment(reduction, (start, stop)).over(reduction.num_ranks)
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """Bytes on their way here, in order."""
-
-    target: Array
-    key: Key
-    received: int = 0
-
-    def take(self, offset: int, payload: memoryview | bytes) -> None:
-        if offset == self.received:
-            end = offset + len(payload)
-            self.target[offset:end] = np.frombuffer(payload, np.uint8)
-            self.received = end
-
-    @property
-    def complete(self) -> bool:
-        return self.received >= self.target.size
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """Bytes on their way out, piece by piece as there is room."""
-
-    to: tuple[int, ...]
-    serial: int
-    stage: int
-    data: memoryview
-    offset: int = 0
-
-    def pump(self, control: Control) -> bool:
-        moved = False
-        while self.offset < len(self.data):
-            piece = self.data[self.offset : self.offset + control.max_payload]
-            if not control.post(self.to, (_PIECE, self.serial, self.stage, self.offset), piece):
-                return moved
-            self.offset += len(piece)
-            moved = True
-        return moved
-
-    @property
-    def complete(self) -> bool:
-        return self.offset >= len(self.data)
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """Where the bytes of a matched call come from and go to.
-
-    `incoming` is keyed as the messages are: author, serial number, stage.  Stage 2 i carries what
-    the ranks contribute to segment i (0: to a call that does not reduce), 2 i + 1 its reduced
-    shares.
-    """
-
-    parts: list[Array]  # of the result
-    incoming: dict[tuple[int, int, int], _Incoming] = field(default_factory=dict)
-    outgoing: list[_Outgoing] = field(default_factory=list)
-    shares: list[tuple[list[Array], Array]] = field(default_factory=list)  # operands and result
-    returns: list[_Outgoing] = field(default_factory=list)
-    is_reduced: bool = False
-
-
-class Ticket:
-    """One eager call of this rank, from its submission to its result.
-
-    Args:
-        set_id: Process set.
-        ranks: Its members, world ranks ascending.
-        name: What the members' calls are matched by; None: the next count of `counted_as`.
-        signature: What must be equal on all members, the kind of call first; names, numbers, texts
-            and tuples of them.
-        data: This rank's contribution, uint8.
-        finish: Makes the result from the parts: what `place` returned, or for each segment the
-            reduced bytes (with `keeps_shares` this member's share of them).
-        place: For calls that do not reduce; called once all sizes are known, with the bytes each
-            member contributes and each member's `extra`; returns one uint8 array a member for them.
-        segments: The arithmetic, for calls that reduce.
-        keeps_shares: The reduced shares stay where they are.
-        pick: For calls that scatter: what of a member's contribution is for member k, given its
-            `extra` and k.
-        extra: A number, short text or tuple that may differ between members.
-        counted_as: What calls without a name are counted by; default: the kind.
-
-    Attributes:
-        done: The call is over; `error` tells how.
-        abandoned: Nobody wants the result any more; the call goes on by itself.
-    """
-
-    serial = 0
-    done = False
-    abandoned = False
-    is_submitted = is_posted = is_matched = is_finished = False
-    result: Any = None
-    error: Exception | None = None
-    parts: Sequence[Array] = ()
-    posts: Mapping[int, _Post] = {}
-    active: tuple[int, ...] = ()  # once matched: the members that have not joined
-    transfer: _Transfer | None = None
-
-    def __init__(
-        self,
-        set_id: int,
-        ranks: tuple[int, ...],
-        name: str | None,
-        signature: Signature,
-        data: Array,
-        finish: Callable[[Sequence[Array]], Any],
-        *,
-        place: Callable[[Sequence[int], Sequence[Any]], list[Array]] | None = None,
-        segments: Sequence[Segment] = (),
-        keeps_shares: bool = False,
-        pick: Callable[[Any, int], slice] | None = None,
-        extra: Any = None,
-        counted_as: str = "",
-    ) -> None:
-        self.key = (set_id, name or "")
-        self.counted_as = "" if name else counted_as or signature[0][1]
-        self.ranks, self.signature, self.data, self.finish = ranks, signature, data, finish
-        self.place, self.segments, self.keeps_shares = place or separate, segments, keeps_shares
-        self.pick, self.extra = pick, extra
-
-    @property
-    def name(self) -> str:
-        """What the members' calls are matched by."""
-        return self.key[1]
-
-    @property
-    def waits_for_messages(self) -> bool:
-        """Whether nothing can be done for it until a message comes."""
-        transfer = self.transfer
-        if transfer is None:
-            return self.is_posted and not self.is_matched
-        sent = all(outgoing.complete for outgoing in transfer.outgoing)
-        return sent and not all(incoming.complete for incoming in transfer.incoming.values())
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether somebody still wants the result."""
-        return not (self.done or self.abandoned)
-
-    @property
-    def what(self) -> str:
-        """Names the call in messages."""
-        return describe_call(self.kind, self.name)
-
-    @property
-    def kind(self) -> str:
-        """The kind of call, e.g. "allreduce"."""
-        return str(self.signature[0][1]) if self.signature else "joined"
-
-    @property
-    def is_answer(self) -> bool:
-        """Whether it only tells the others that this rank has joined."""
-        return not self.signature
-
-    @property
-    def bears_joined_ranks(self) -> bool:
-        """Whether a member that has joined can be left out."""
-        reduces = self.segments and all(s.reduction.is_linear for s in self.segments)
-        return self.signature[0][1] == "barrier" or (bool(reduces) and not self.keeps_shares)
 
 
 class _Meeting:
     """Calls of one name in one process set.
 
     Attributes:
-        posts: What was announced and not yet matched: author -> serial -> post, ascending.
+        posts: What each author has announced first and is not yet matched.
+        later: What came after it, in order: author and post.
         tickets: This rank's calls, in the order in which they were made.
     """
 
-    __slots__ = ("posts", "tickets")
+    __slots__ = ("later", "posts", "tickets")
 
     def __init__(self) -> None:
-        self.posts: dict[int, dict[int, _Post]] = {}
+        self.posts: dict[int, Post] = {}
+        self.later: Sequence[tuple[int, Post]] = ()
         self.tickets: list[Ticket] = []
+
+    def add(self, author: int, post: Post) -> None:
+        """File a post; one that is filed already does no harm."""
+        first = self.posts.setdefault(author, post)
+        if first is not post:
+            last = [other for who, other in self.later if who == author] or [first]
+            if post[SERIAL] > last[-1][SERIAL]:
+                self.later = [*self.later, (author, post)]
+
+    def drop(self, author: int, post: Post) -> None:
+        """Forget a first post, which is matched; saying it twice is harmless."""
+        if self.later:
+            self._drop_before_others(author, post)
+        elif self.posts.get(author) is post:
+            del self.posts[author]
+
+    def _drop_before_others(self, author: int, post: Post) -> None:
+        self._keep_later()
+        if self.posts.get(author) is post:
+            successors = (other for who, other in self.later if who == author)
+            successor = next(successors, None)
+            if successor is None:
+                del self.posts[author]
+            else:
+                self.posts[author] = successor
+                self._keep_later()
+
+    def _keep_later(self) -> None:
+        """What has become the first one is no later one; a signal handler may come in between."""
+        self.later = [(who, post) for who, post in self.later if self.posts.get(who) is not post]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is here any more."""
+        return not self.tickets and not self.posts
 
 
 class Matcher:
@@ -297,11 +132,13 @@ class Matcher:
         self._filed: dict[int, int] = {}  # per author: last call whose post is filed
         self._meetings: dict[Key, _Meeting] = {}
         self._woken: dict[Key, None] = {}  # meetings where something may be done now
-        self._incoming: dict[tuple[int, int, int], _Incoming] = {}
+        self._transfers: dict[int, Transfer] = {}  # by serial number of this rank's call
+        self._incoming: dict[Place, Incoming] = {}
         self._announced: set[tuple[int, int]] = set()  # calls whose data comes in pieces
-        self._early: dict[tuple[int, int, int], dict[int, bytes]] = {}
+        self._early: dict[Place, dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
-        self._unposted: deque[tuple[Ticket, _Post]] = deque()  # in order of their serial numbers
+        self._unposted: deque[Ticket] = deque()  # in order of their serial numbers
+        self._refused: tuple[int, int, bytes] = (0, 0, b"")  # the message there was no room for
         self.epoch = 0
         self.members = lambda _: None
         self._join: Ticket | None = None  # this rank has joined, and not all others
@@ -325,55 +162,50 @@ class Matcher:
         """
         if ticket.is_submitted:
             return ticket
-        if self.progress.abandoned:
-            self.progress.refuse(ticket.what)
-        if self._join is not None and not ticket.is_answer and ticket is not self._join:
-            raise RuntimeError(
-                f"{ticket.what}: this rank has joined; call join() again, until it returns"
-            )
-        key = ticket.key
+        terms, unposted = ticket.terms, self._unposted
+        if self.progress.abandoned or self._join is not None:
+            self._check_open(ticket)
         steps: list[Step] = []
-        if ticket.counted_as:
-            counter = (key[0], ticket.counted_as)
+        if ticket.is_counted:  # a call of this rank is counted if, and only if, it is made
+            counter = (terms.set_id, terms.counted_as)
             count = self._counts.get(counter, 0)
-            key = (key[0], _name_of(ticket.counted_as, count))
-            steps = [
-                (self._counts.__setitem__, counter, count + 1),
-                (setattr, ticket, "key", key),
-            ]
+            steps.append((self._counts.__setitem__, counter, count + 1))
+            ticket.key = (terms.set_id, _name_of(terms.counted_as, count))
+        key = ticket.key
         if len(key[1]) > MAX_NAME_BYTES // 4 and len(key[1].encode()) > MAX_NAME_BYTES:
             raise ValueError(f"name of {len(key[1])} characters; at most {MAX_NAME_BYTES}")
-        meeting = self._meeting(key)
-        if meeting.tickets and any(other.is_waited_for for other in meeting.tickets):
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = _Meeting()
+        elif any(other.is_waited_for for other in meeting.tickets):
             raise ValueError(
                 f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
                 "wait for it, or use another name"
             )
-        self._serial += 1  # numbers must come to the peers in order, so each try has its own
-        ticket.serial = self._serial
-        data = ticket.data
-        inline = data.tobytes() if data.size <= _INLINE_BYTES else None
-        wire = _wire(ticket.signature)
-        if len(wire) > _MAX_WIRE_BYTES:
-            raise ValueError(f"{ticket.what}: shapes of too many dimensions")
-        post = _Post(ticket.serial, self.epoch, wire, data.size, ticket.extra, inline)
-        at_once(
-            [
-                *steps,
-                (meeting.tickets.append, ticket),
-                (self._meetings.__setitem__, key, meeting),
-                (self._unposted.append, (ticket, post)),
-                (setattr, ticket, "is_submitted", True),
-            ]
-        )
+        self._serial = serial = self._serial + 1  # so each try has its own, and they come in order
+        ticket.prepare(serial, self.epoch)
+        steps += [
+            (meeting.tickets.append, ticket),
+            (unposted.append, ticket),
+            (setattr, ticket, "is_submitted", True),
+        ]
+        at_once(steps)
         self.progress.counters.negotiations += 1
-        kind = ticket.kind
-        self.progress.recorder.submitted(ticket.serial, kind, ticket.name, data.size)
+        self.progress.recorder.submitted(serial, terms.kind, key[1], ticket.data.size)
         if self.progress.timeline is not None:
-            self.progress.timeline.call_submitted(ticket.serial, kind, key[1], data.size)
-        if len(self._unposted) % _RETRY == 1:  # there was room, or there may be again
+            self.progress.timeline.call_submitted(serial, terms.kind, key[1], ticket.data.size)
+        if len(unposted) % _RETRY == 1:  # there was room, or there may be again
             self.progress.nudge(self._post)
         return ticket
+
+    def _check_open(self, ticket: Ticket) -> None:
+        """Raise where this rank makes no calls any more."""
+        if self.progress.abandoned:
+            self.progress.refuse(ticket.what)
+        if not ticket.terms.is_answer and ticket is not self._join:
+            raise RuntimeError(
+                f"{ticket.what}: this rank has joined; call join() again, until it returns"
+            )
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
         """The ticket's result, once it is there.
@@ -430,11 +262,11 @@ class Matcher:
         """
         if self._join is None:
             self.control.poll(self._deliver)  # who has come before?
-            earlier = sum(map(bool, self._meeting((0, _JOIN_NAME)).posts.values()))
+            earlier = len(self._meeting((0, _JOIN_NAME)).posts)
             word = marshal.dumps((earlier, list(self._counts.items())))
             data = np.frombuffer(word, np.uint8)
-            signature = (("kind", "join"),)
-            self._join = Ticket(0, ranks, _JOIN_NAME, signature, data, self._end_join)
+            terms = Terms(0, ranks, (("kind", "join"),))
+            self._join = Ticket(terms, _JOIN_NAME, data, self._end_join)
         self.progress.has_joined = True
         ticket = self.submit(self._join)
         self._woken.update(dict.fromkeys(self._meetings))  # what was called before is answered too
@@ -464,32 +296,29 @@ class Matcher:
 
     def missing(self, ticket: Ticket) -> list[int]:
         """Members whose part of the call is not here yet."""
+        ranks = ticket.terms.ranks
         if ticket.is_matched:
-            serials = {(author, post.serial) for author, post in ticket.posts.items()}
+            serials = {(r, post[SERIAL]) for r, post in zip(ranks, ticket.posts, strict=False)}
             pending = {
                 author
                 for (author, serial, _), incoming in self._incoming.items()
                 if not incoming.complete and (author, serial) in serials
             }
-            return sorted(pending) or [r for r in ticket.ranks if r != self.rank]
+            return sorted(pending) or [r for r in ranks if r != self.rank]
         posts = self._meeting(ticket.key).posts
-        return [r for r in ticket.ranks if not posts.get(r)]
+        return [r for r in ranks if r not in posts]
 
     def _story(self, ticket: Ticket) -> list[str]:
         """How far a call has come, for reports."""
-        transfer = ticket.transfer
-        if not ticket.is_matched or transfer is None:
-            return []
-        received = sum(incoming.received for incoming in transfer.incoming.values())
-        sent = sum(outgoing.offset for outgoing in transfer.outgoing)
-        return [f"all have called; {received} bytes have come and {sent} are out"]
+        transfer = self._transfers.get(ticket.serial)
+        return [f"all have called; {transfer.story()}"] if transfer is not None else []
 
     def unanswered(self, rank: int) -> list[str]:
         """What a rank has called and this one has not, for reports."""
         return [
-            describe_call(marshal.loads(next(iter(posts.values())).wire)[0][1], name)
+            describe_call(signature_of(post)[0][1], name)
             for (_, name), meeting in list(self._meetings.items())
-            if (posts := meeting.posts.get(rank)) and not meeting.tickets
+            if (post := meeting.posts.get(rank)) and not meeting.tickets
         ]
 
     def advance(self) -> bool:
@@ -507,6 +336,7 @@ class Matcher:
             for ticket in meeting.tickets:
                 ticket.error, ticket.done = ticket.error or error, True
         self._meetings.clear()
+        self._transfers.clear()
         self._unposted.clear()
 
     def _meeting(self, key: Key) -> _Meeting:
@@ -521,42 +351,44 @@ class Matcher:
         moved = False
         unposted = self._unposted
         while unposted:
-            if unposted[0][0].is_posted:  # a signal handler had broken it off there
+            ticket = unposted[0]
+            if ticket.is_posted:  # a signal handler had broken it off there
                 unposted.popleft()
                 continue
-            others = self._others(unposted[0][0].ranks)
-            batch = [unposted[0]] if len(unposted) == 1 else self._batch(others)
-            if others:
-                words = [(*ticket.key, *post) for ticket, post in batch]
-                if not self.control.post(others, (_CALLS,), marshal.dumps(words)):
-                    return moved
-            for ticket, post in batch:
-                self._meetings[ticket.key].posts.setdefault(self.rank, {})[post.serial] = post
-                self._woken[ticket.key] = None
+            readers = others(ticket.terms.ranks, self.rank)
+            first, count, payload = self._refused
+            if first != ticket.serial:
+                batch = [ticket.post] if len(unposted) == 1 else self._batch(readers)
+                first, count, payload = ticket.serial, len(batch), marshal.dumps(batch)
+            if readers and not self.control.post(readers, (CALLS,), payload):
+                self._refused = (first, count, payload)
+                return moved
+            for _ in range(count):
+                ticket = unposted[0]
+                meeting = self._meetings[ticket.key]
+                meeting.add(self.rank, ticket.post)
+                self._wake(ticket.key, meeting)
                 ticket.is_posted = moved = True
                 unposted.popleft()
+            self.progress.recorder.told(ticket.terms.kind, ticket.key[1])
         return moved
 
-    def _batch(self, others: tuple[int, ...]) -> list[tuple[Ticket, _Post]]:
+    def _batch(self, readers: tuple[int, ...]) -> list[Post]:
         """What goes to the same ranks, as much as fits into a message."""
-        batch: list[tuple[Ticket, _Post]] = []
+        batch: list[Post] = []
         room = min(_BATCH_BYTES, self.control.max_payload)
-        for ticket, post in self._unposted:
-            room -= post.room + 4 * len(ticket.name)
-            if batch and (room < 0 or self._others(ticket.ranks) != others):
+        for ticket in self._unposted:
+            room -= most_bytes(ticket.post)
+            if batch and (room < 0 or others(ticket.terms.ranks, self.rank) != readers):
                 break
-            batch.append((ticket, post))
+            batch.append(ticket.post)
         return batch
 
-    def _others(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return _without(ranks, self.rank)
-
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
-        if header[0] == _CALLS:
-            filed = self._filed.get(source, 0)
-            for set_id, name, serial, *rest in marshal.loads(payload):
-                if serial > filed:
-                    self._file(source, (set_id, name), _Post(serial, *rest))
+        if header[0] == CALLS:
+            for post in marshal.loads(payload):
+                if post[SERIAL] > self._filed.get(source, 0):
+                    self._file(source, post)
         else:
             _, serial, stage, offset = header
             incoming = self._incoming.get((source, serial, stage))
@@ -566,35 +398,114 @@ class Matcher:
             elif (source, serial) in self._announced:
                 self._early.setdefault((source, serial, stage), {})[offset] = bytes(payload)
 
-    def _file(self, source: int, key: Key, post: _Post) -> None:
-        meeting = self._meeting(key)
-        meeting.posts.setdefault(source, {})[post.serial] = post
-        self._meetings[key] = meeting
-        if post.inline is None:
-            self._announced.add((source, post.serial))
-        if meeting.tickets or self._join is not None:
+    def _file(self, source: int, post: Post) -> None:
+        key, serial = post[KEY], post[SERIAL]
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = _Meeting()
+        meeting.add(source, post)
+        if post[INLINE] is None:
+            self._announced.add((source, serial))
+        self._wake(key, meeting)
+        self._filed[source] = serial
+
+    def _wake(self, key: Key, meeting: _Meeting) -> None:
+        """Look at a meeting soon, if a post of every member is there, or has to be answered."""
+        tickets = meeting.tickets
+        if (
+            tickets and len(meeting.posts) >= len(tickets[0].terms.ranks)
+        ) or self._join is not None:
             self._woken[key] = None
-        self._filed[source] = post.serial
 
     def _go_on(self) -> bool:
         """Do what can be done in the meetings that were woken; whether anything moved."""
-        alike: dict[Any, list[Ticket]] = {}  # small calls whose reduction is the same object
-        woken, stuck = tuple(self._woken), set()
-        for key in woken:
+        moved = False
+        alike: dict[int, list[Ticket]] = {}  # small calls whose reduction is the same object
+        for key in tuple(self._woken):
             meeting = self._meetings.get(key)
-            if meeting is None or not self._advance_meeting(key, meeting, alike):
-                stuck.add(key)
-        for tickets in alike.values():
-            self._reduce_small(tickets)
-        for key in woken:
-            meeting = self._meetings.get(key)
-            if meeting is None or (
-                key in stuck and all(ticket.waits_for_messages for ticket in meeting.tickets)
-            ):
+            if meeting is None:
                 self._woken.pop(key, None)
-        return len(stuck) < len(woken)
+            elif (ticket := self._match_small(meeting)) is not None:
+                reduction = id(ticket.terms.segments[0].reduction)
+                if reduction in alike:
+                    alike[reduction].append(ticket)
+                else:
+                    alike[reduction] = [ticket]
+            elif self._advance_meeting(key, meeting):
+                moved = True
+            elif all(map(self._waits_for_messages, meeting.tickets)):
+                self._woken.pop(key, None)
+        for tickets in alike.values():
+            self._reduce_alike(tickets)
+            moved = True
+        return moved
 
-    def _advance_meeting(self, key: Key, meeting: _Meeting, alike: dict[Any, list[Ticket]]) -> bool:
+    def _waits_for_messages(self, ticket: Ticket) -> bool:
+        """Whether nothing can be done for a call until a message comes."""
+        transfer = self._transfers.get(ticket.serial)
+        if transfer is None:
+            return ticket.is_posted and not ticket.is_matched
+        return transfer.waits_for_messages
+
+    def _match_small(self, meeting: _Meeting) -> Ticket | None:
+        """[2] Match the usual call: small, one of its name, reduced alike, by all and everywhere.
+
+        Every other one, every difference, and what was begun and broken off, is left to `_match`.
+        """
+        if meeting.later or len(meeting.tickets) != 1:
+            return None
+        ticket = meeting.tickets[0]
+        terms, posts = ticket.terms, meeting.posts
+        ranks, wire = terms.ranks, terms.wire
+        if not terms.reduces_whole or len(posts) != len(ranks) or ticket.posts:
+            return None
+        for post in posts.values():
+            if post[WIRE] != wire or post[INLINE] is None:
+                return None
+        ticket.posts, ticket.active = [posts[r] for r in ranks], ranks
+        return ticket
+
+    def _reduce_alike(self, tickets: Sequence[Ticket]) -> None:
+        """[3] Reduce matched small calls as one.
+
+        The operands are left as they are, so doing this twice does no harm.
+        """
+        reduction = tickets[0].terms.segments[0].reduction
+        frombuffer, dtype = np.frombuffer, reduction.dtype
+        columns = zip(*[ticket.posts for ticket in tickets], strict=True)
+        operands = [
+            frombuffer(b"".join([post[INLINE] or b"" for post in column]), dtype)
+            for column in columns
+        ]
+        whole = quietly(reduction.reduce, operands, self._block_elements)
+        if len(tickets) == 1:
+            tickets[0].parts = (whole,)
+        else:  # copies, so that who keeps one result does not keep all of them
+            start = 0
+            for ticket in tickets:
+                stop = start + ticket.data.size // dtype.itemsize
+                ticket.parts = (whole[start:stop].copy(),)
+                start = stop
+        counters, timeline, mark = (
+            self.progress.counters,
+            self.progress.timeline,
+            self.progress.recorder.mark,
+        )
+        for ticket in tickets:
+            serial, key = ticket.serial, ticket.key
+            if timeline is not None:
+                timeline.call_matched(serial)
+            ticket.is_matched = ticket.done = True
+            self._meetings.pop(key, None)  # it was alone there
+            self._woken.pop(key, None)
+            mark(serial, DONE)
+            if len(ticket.posts) > 1:
+                counters.collectives += 1
+                counters.bytes += ticket.data.size
+            if timeline is not None:
+                timeline.call_over(serial)
+
+    def _advance_meeting(self, key: Key, meeting: _Meeting) -> bool:
         """Go on with the calls of one name, in order; whether anything moved."""
         moved = False
         for ticket in tuple(meeting.tickets):
@@ -605,17 +516,15 @@ class Matcher:
                 if not ticket.is_posted or not self._match(meeting, ticket):
                     break  # the later ones have their turn after it
                 moved = True
-            transfer = ticket.transfer
+            transfer = self._transfers.get(ticket.serial)
             if transfer is None:
-                if ticket.error is None and not ticket.is_answer:
-                    kind = (id(ticket.segments[0].reduction), ticket.active)
-                    alike.setdefault(kind, []).append(ticket)
-                else:
-                    self._retire(ticket)
+                if ticket.error is None and not ticket.terms.is_answer:
+                    self._reduce(ticket)
+                self._retire(ticket)
                 moved = True
                 continue
-            moved = self._move(ticket, transfer) or moved
-            if self._is_complete(ticket, transfer):
+            moved = transfer.advance(ticket, self.control) or moved
+            if transfer.is_complete(self.control):
                 ticket.parts = transfer.parts
                 self._retire(ticket)
                 moved = True
@@ -623,211 +532,79 @@ class Matcher:
             members = self.members(key[0])
             if members is not None:
                 set_id, name = key
-                self.submit(Ticket(set_id, members, name, (), _NOTHING, list))
+                self.submit(Ticket(Terms(set_id, members, ()), name, _NOTHING, list))
                 moved = True
-        if not meeting.tickets and not any(meeting.posts.values()):
-            self._meetings.pop(key, None)
+        if meeting.is_over:
+            self._forget(key)
         return moved
 
     def _wants_answer(self, meeting: _Meeting) -> bool:
         """Whether others have made a call since this rank has joined, and it has not answered."""
         return not meeting.tickets and any(
-            post.epoch == self.epoch for posts in meeting.posts.values() for post in posts.values()
+            post[EPOCH] == self.epoch
+            for post in [*meeting.posts.values(), *(post for _, post in meeting.later)]
         )
 
     def _match(self, meeting: _Meeting, ticket: Ticket) -> bool:
         """[2] Compare, once a post of every member is here; whether it is."""
-        filed = meeting.posts
+        terms = ticket.terms
+        ranks = terms.ranks
         if not ticket.posts:
-            try:
-                ticket.posts = {r: next(iter(filed[r].values())) for r in ticket.ranks}
-            except (KeyError, StopIteration):
+            if len(meeting.posts) < len(ranks):
                 return False
-        for r, post in ticket.posts.items():
-            filed[r].pop(post.serial, None)
-        own = ticket.posts[self.rank]
-        ticket.active = ticket.ranks
-        wires = {post.wire for post in ticket.posts.values()}
-        if len(wires) > 1 and _JOINED in wires and not ticket.is_answer:
-            wires.remove(_JOINED)
-            ticket.active = tuple(r for r, p in ticket.posts.items() if p.wire != _JOINED)
-            if len(wires) == 1 and not ticket.bears_joined_ranks:
-                gone = sorted(set(ticket.ranks) - set(ticket.active))
+            ticket.posts = [meeting.posts[r] for r in ranks]
+        posts = dict(zip(ranks, ticket.posts, strict=True))
+        for r, post in posts.items():
+            meeting.drop(r, post)
+        ticket.active = ranks
+        wires = {post[WIRE] for post in ticket.posts}
+        if len(wires) > 1 and not terms.is_answer and any(map(has_joined, ticket.posts)):
+            ticket.active = tuple(r for r in ranks if not has_joined(posts[r]))
+            wires = {posts[r][WIRE] for r in ticket.active}
+            if len(wires) == 1 and not terms.bears_joined_ranks:
+                gone = sorted(set(ranks) - set(ticket.active))
                 ticket.error = HorovodInternalError(
                     f"{ticket.what}: ranks {gone} have joined; until all have, the others can only "
                     "do allreduce with Average or Sum, barrier, and optimizer steps"
                 )
-        if ticket.is_answer or ticket.error is not None:
+        if terms.is_answer or ticket.error is not None:
             pass
         elif len(wires) > 1:
-            signatures = {r: marshal.loads(ticket.posts[r].wire) for r in ticket.active}
+            signatures = {r: signature_of(posts[r]) for r in ticket.active}
             ticket.error = MismatchError(_explain(ticket, signatures))
-        elif not ticket.segments or own.inline is None:
-            if ticket.transfer is None:
-                self._plan(ticket)
-            assert ticket.transfer is not None
-            incoming = ticket.transfer.incoming
-            self._incoming.update(incoming)
-            for where, stream in incoming.items():
-                for offset, piece in sorted(self._early.get(where, {}).items()):
-                    stream.take(offset, piece)
-                self._early.pop(where, None)
+        elif not terms.segments or posts[self.rank][INLINE] is None:
+            transfer = self._transfers.get(ticket.serial)
+            if transfer is None:
+                transfer = Transfer(ticket, self.rank, self._block_elements)
+                self._count(ticket)
+                self._transfers[ticket.serial] = transfer
+            self._expect(transfer)
         if self.progress.timeline is not None:
             self.progress.timeline.call_matched(ticket.serial)
         ticket.is_matched = True
         self.progress.recorder.mark(ticket.serial, MATCHED)
         return True
 
-    def _plan(self, ticket: Ticket) -> None:
-        """[3] Decide what comes from where."""
-        transfer = _Transfer([])
-        try:
-            if ticket.segments:
-                self._plan_reduction(ticket, transfer)
-            else:
-                self._plan_gather(ticket, transfer)
-        except (MemoryError, ValueError) as exc:  # no room for the result: the others get theirs
-            ticket.error = exc
-            transfer.incoming, transfer.shares, transfer.is_reduced = {}, [], True
+    def _expect(self, transfer: Transfer) -> None:
+        """Let what comes find its place; some may have come already."""
+        self._incoming.update(transfer.incoming)
+        for where, stream in transfer.incoming.items():
+            for offset, piece in sorted(self._early.get(where, {}).items()):
+                stream.take(offset, piece)
+            self._early.pop(where, None)
+
+    def _reduce(self, ticket: Ticket) -> None:
+        """[3] Reduce what travelled with the calls.  The operands are left as they are."""
+        members = zip(ticket.terms.ranks, ticket.posts, strict=True)
+        inlines = [post[INLINE] or b"" for r, post in members if r in ticket.active]
+        me = ticket.active.index(self.rank)
+        ticket.parts = quietly(reduce_inline, ticket.terms, inlines, me, self._block_elements)
         self._count(ticket)
-        ticket.transfer = transfer
 
     def _count(self, ticket: Ticket) -> None:
-        if len(ticket.ranks) > 1:
+        if len(ticket.terms.ranks) > 1:
             self.progress.counters.collectives += 1
             self.progress.counters.bytes += ticket.data.size
-
-    def _plan_gather(self, ticket: Ticket, transfer: _Transfer) -> None:
-        ranks, posts, pick, data = ticket.ranks, ticket.posts, ticket.pick, ticket.data
-        others, me = self._others(ranks), ranks.index(self.rank)
-        transfer.is_reduced = True
-        if others and posts[self.rank].inline is None:
-            if pick is None:
-                transfer.outgoing.append(_Outgoing(others, ticket.serial, 0, data.data))
-            else:
-                transfer.outgoing += [
-                    _Outgoing((r,), ticket.serial, 0, data[pick(ticket.extra, k)].data)
-                    for k, r in enumerate(ranks)
-                    if r != self.rank
-                ]
-        members = [posts[r] for r in ranks]
-        pieces = [pick(post.extra, me) if pick else slice(0, post.nbytes) for post in members]
-        sizes = [piece.stop - piece.start for piece in pieces]
-        transfer.parts = ticket.place(sizes, [post.extra for post in members])
-        for r, post, piece, target in zip(ranks, members, pieces, transfer.parts, strict=True):
-            if r == self.rank:
-                target[:] = data[piece]
-            elif post.inline is not None:
-                target[:] = np.frombuffer(post.inline, np.uint8)[piece]
-            else:
-                transfer.incoming[r, post.serial, 0] = _Incoming(target, ticket.key)
-
-    def _plan_reduction(self, ticket: Ticket, transfer: _Transfer) -> None:
-        """Too large to be sent to everybody: each member reduces its own share."""
-        ranks, data, key = ticket.active, ticket.data, ticket.key
-        others, me = self._others(ranks), ranks.index(self.rank)
-        segments = ticket.segments
-        if ranks != ticket.ranks:
-            segments = [segment.over(len(ranks)) for segment in segments]
-        for i, segment in enumerate(segments):
-            for k, r in enumerate(ranks):
-                if r != self.rank:
-                    part = data[segment.share(k)].data
-                    transfer.outgoing.append(_Outgoing((r,), ticket.serial, 2 * i, part))
-        for i, segment in enumerate(segments):
-            dtype, mine, start = segment.reduction.dtype, segment.share(me), segment.bounds[0]
-            shift = mine.start if ticket.keeps_shares else start
-            size = (mine.stop if ticket.keeps_shares else segment.bounds[-1]) - shift
-            result = np.empty(size, np.uint8)
-            operands = []
-            for k, r in enumerate(ranks):
-                operand = data[mine]
-                if r != self.rank:
-                    serial = ticket.posts[r].serial
-                    operand = np.empty(mine.stop - mine.start, np.uint8)
-                    transfer.incoming[r, serial, 2 * i] = _Incoming(operand, key)
-                    if not ticket.keeps_shares:
-                        share = segment.share(k)
-                        target = result[share.start - shift : share.stop - shift]
-                        transfer.incoming[r, serial, 2 * i + 1] = _Incoming(target, key)
-                operands.append(operand.view(dtype))
-            own = result[mine.start - shift : mine.stop - shift]
-            transfer.parts.append(result)
-            transfer.shares.append((operands, own.view(dtype)))
-            if others and not ticket.keeps_shares:
-                transfer.returns.append(_Outgoing(others, ticket.serial, 2 * i + 1, own.data))
-
-    def _reduce_small(self, tickets: Sequence[Ticket]) -> None:
-        """[3] All operands are here; calls that are reduced alike are reduced as one.
-
-        The operands are left as they are, so doing this twice does no harm.
-        """
-        first = tickets[0]
-        reduction, blocks = first.segments[0].reduction, self._block_elements
-        if len(tickets) == len(first.segments) == 1 and not first.keeps_shares:
-            posts = first.posts
-            operands = [
-                np.frombuffer(posts[r].inline or b"", reduction.dtype) for r in first.active
-            ]
-            with np.errstate(all="ignore"):  # as arithmetic.run() does
-                first.parts = (reduction.reduce(operands, blocks).view(np.uint8),)
-            self._count(first)
-            self._retire(first)
-            return
-        plain = [t for t in tickets if len(t.segments) == 1 and not t.keeps_shares]
-        with np.errstate(all="ignore"):  # as arithmetic.run() does
-            if plain:
-                inlines = [[t.posts[r].inline or b"" for r in t.active] for t in plain]
-                joined = map(b"".join, zip(*inlines, strict=True))
-                operands = [np.frombuffer(data, reduction.dtype) for data in joined]
-                whole = reduction.reduce(operands, blocks).view(np.uint8)
-                start = 0
-                for ticket in plain:
-                    stop = start + ticket.data.size
-                    # A copy, so that who keeps one result does not keep all of them.
-                    ticket.parts = (whole[start:stop].copy() if len(plain) > 1 else whole,)
-                    start = stop
-            for ticket in tickets:
-                if len(ticket.segments) > 1 or ticket.keeps_shares:
-                    ticket.parts = self._reduce_segments(ticket)
-                self._count(ticket)
-                self._retire(ticket)
-
-    def _reduce_segments(self, ticket: Ticket) -> list[Array]:
-        me = ticket.ranks.index(self.rank)
-        inlines = [np.frombuffer(ticket.posts[r].inline or b"", np.uint8) for r in ticket.active]
-        parts = []
-        for segment in ticket.segments:
-            piece = segment.share(me) if ticket.keeps_shares else segment.whole
-            operands = [inline[piece].view(segment.reduction.dtype) for inline in inlines]
-            reduced = segment.reduction.reduce(operands, self._block_elements)
-            parts.append(reduced.view(np.uint8))
-        return parts
-
-    def _move(self, ticket: Ticket, transfer: _Transfer) -> bool:
-        moved = False
-        for outgoing in transfer.outgoing:
-            moved = outgoing.pump(self.control) or moved
-        if not transfer.is_reduced:
-            operands_here = (s for (_, _, stage), s in transfer.incoming.items() if stage % 2 == 0)
-            if not all(stream.complete for stream in operands_here):
-                return moved
-            for segment, (operands, own) in zip(ticket.segments, transfer.shares, strict=True):
-                # The operands are left as they are, so doing this twice does no harm.
-                run(blocked_steps(segment.reduction, operands, [own], self._block_elements))
-            transfer.outgoing = [*transfer.outgoing, *transfer.returns]
-            transfer.is_reduced = moved = True
-            for outgoing in transfer.returns:
-                outgoing.pump(self.control)
-        return moved
-
-    def _is_complete(self, ticket: Ticket, transfer: _Transfer) -> bool:
-        return (
-            transfer.is_reduced
-            and all(incoming.complete for incoming in transfer.incoming.values())
-            and all(outgoing.complete for outgoing in transfer.outgoing)
-            and (not transfer.outgoing or self.control.flushed(self._others(ticket.active)))
-        )
 
     def _retire(self, ticket: Ticket) -> None:
         """The call is over; every line bears being run twice."""
@@ -835,21 +612,27 @@ class Matcher:
         ticket.done = True
         if self.progress.timeline is not None:
             self.progress.timeline.call_over(ticket.serial)
-        for r, post in ticket.posts.items():
-            if post.inline is None:
-                self._announced.discard((r, post.serial))
-                for stage in range(2 * max(1, len(ticket.segments))):
-                    self._incoming.pop((r, post.serial, stage), None)
-                    self._early.pop((r, post.serial, stage), None)
-        ticket.transfer = None
-        meeting = self._meetings.get(ticket.key)
+        key, terms = ticket.key, ticket.terms
+        meeting = self._meetings.get(key)
+        for r, post in zip(terms.ranks, ticket.posts, strict=False):
+            if meeting is not None:
+                meeting.drop(r, post)
+            if post[INLINE] is None:
+                serial = post[SERIAL]
+                self._announced.discard((r, serial))
+                for stage in range(2 * max(1, len(terms.segments))):
+                    self._incoming.pop((r, serial, stage), None)
+                    self._early.pop((r, serial, stage), None)
+        self._transfers.pop(ticket.serial, None)
         if meeting is not None:
-            if len(meeting.tickets) > 1:
+            if ticket in meeting.tickets:
                 meeting.tickets = [other for other in meeting.tickets if other is not ticket]
-            elif ticket in meeting.tickets:
-                meeting.tickets = []
-            if not meeting.tickets and not any(meeting.posts.values()):
-                self._meetings.pop(ticket.key, None)
+            if meeting.is_over:
+                self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        self._meetings.pop(key, None)
+        self._woken.pop(key, None)
 
     def exchange(self, set_id: int, ranks: tuple[int, ...], what: str, value: Any) -> list[Any]:
         """Everybody's `value`, in rank order; internal calls, matched by a count of their own.
@@ -864,14 +647,12 @@ class Matcher:
     ) -> Ticket:
         """The call behind `exchange()`, for those who submit it and wait later."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
+        terms = Terms(set_id, ranks, (("kind", what),), counted_as="\0" + what)
         return Ticket(
-            set_id,
-            ranks,
+            terms,
             name and "\0" + name,
-            (("kind", what),),
             data,
             lambda parts: [pickle.loads(part.data) for part in parts],
-            counted_as="\0" + what,
         )
 
     def agree(
@@ -914,20 +695,6 @@ def _name_of(kind: str, count: int) -> str:
     return f"\0{kind}.noname.{count}"  # as no user can name a call
 
 
-@lru_cache(4096)
-def _wire(signature: Signature) -> bytes:
-    """As it travels: without references, so that equal signatures are equal bytes."""
-    return marshal.dumps(signature, 2)
-
-
-@lru_cache(1024)
-def _without(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return tuple(r for r in ranks if r != rank)
-
-
-_JOINED = _wire(())  # of a rank that takes part in nothing any more
-
-
 def word_of(error: Exception | None) -> str | None:
     """An error of this rank as the others are told it; None: there is none."""
     return None if error is None else f"{type(error).__name__}: {error}"
@@ -964,11 +731,6 @@ def check_contents(
         raise MismatchError(
             "\n".join([f"{what}: the ranks do not pass the same", *lines[:10], *more])
         )
-
-
-def separate(sizes: Sequence[int], _: Sequence[Any]) -> list[Array]:
-    """One array a member, for calls without a layout of their own."""
-    return [np.empty(size, np.uint8) for size in sizes]
 
 
 def _explain(ticket: Ticket, signatures: Mapping[int, Signature]) -> str:

@@ -9,8 +9,9 @@ import numpy as np
 from hvdlite.bucket import native
 from hvdlite.calls import check_name, check_root
 from hvdlite.context import Context, current
-from hvdlite.negotiation import Ticket, check_contents, check_words, separate, word_of
+from hvdlite.negotiation import check_contents, check_words, word_of
 from hvdlite.process_set import ProcessSet, global_process_set
+from hvdlite.ticket import Terms, Ticket, separate
 from hvdlite.types import Array
 
 _PACK_BYTES = 32 * 2**20  # parameters are sent in packs of this size, so that memory stays bounded
@@ -102,13 +103,10 @@ def _exchange(
         return separate(sizes, extras)
 
     ticket = Ticket(
-        set_id,
-        ranks,
+        Terms(set_id, ranks, (("kind", kind),), place=place),
         name,
-        (("kind", kind),),
         np.frombuffer(data, np.uint8),
         lambda parts: parts,
-        place=place,
         extra=(word and word[:200], root),
     )
     parts = context.matcher.call(ticket)
@@ -186,12 +184,11 @@ class ParameterBroadcast:
     ) -> None:
         self._matcher, self._is_root, self._read = context.matcher, context.rank == root, read
         num_packs = len(_packs(read())) if len(ranks) > 1 else 0
+        terms = Terms(set_id, ranks, (("kind", "broadcast_parameters"),))
         self._tickets = [
             Ticket(
-                set_id,
-                ranks,
+                terms,
                 f"\0{name}.{k}",
-                (("kind", "broadcast_parameters"),),
                 np.empty(0, np.uint8),
                 lambda parts: parts[ranks.index(root)],
             )

@@ -112,7 +112,11 @@ class Progress:
     def nudge(self, advance: Callable[[], bool]) -> None:
         """Advance one thing, unless a wait that this call has interrupted is doing so."""
         if not self._busy:
-            advance()
+            self._busy = "a poll"
+            try:
+                advance()
+            finally:
+                self._busy = ""
 
     @property
     def is_busy(self) -> bool:

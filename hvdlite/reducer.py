@@ -565,9 +565,9 @@ class Reducer:
         self._result = self._failure = None
         self._trace_step()
         self.stream.begin(self._base, self._step & 1, weight)
-        self._progress.recorder.submitted(
-            (id(self), self._step), "step", str(self._step), self._work_nbytes
-        )
+        recorder, step = self._progress.recorder, self._step
+        recorder.submitted((id(self), step), "step", str(step), self._work_nbytes)
+        recorder.told("step", str(step))
         self._phase = _Phase.OPEN
         self._open_fast_path()
 

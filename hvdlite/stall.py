@@ -89,9 +89,12 @@ class Recorder:
         """A collective begins; `key` tells it from the others that are under way."""
         self._count = count = self._count + 1
         self._events.append((time.monotonic(), key, SUBMITTED, count, kind, name, nbytes))
+
+    def told(self, kind: str, name: str) -> None:
+        """The others can know of it; now they can read that it is this rank's last one."""
         if self._jots:
             self._jotted = text = describe_call(kind, name)
-            self._control.jot(False, text, count)
+            self._control.jot(False, text, self._count)
 
     def mark(self, key: Hashable, state: str) -> None:
         """It has come so far; of two equal or late words the first counts."""
@@ -132,6 +135,8 @@ class Recorder:
                 found[i] = found[i]._replace(state=state, matched=when + epoch)
             else:
                 found[i] = found[i]._replace(state=state, ended=when + epoch)
+                if state == DONE and found[i].matched is None:  # it was matched and done in one go
+                    found[i] = found[i]._replace(matched=when + epoch)
         return found[-_KEPT:]
 
     def lines(self, count: int = _DUMPED) -> list[str]:

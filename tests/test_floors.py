@@ -16,7 +16,7 @@ FLOORS = {
     "backends": "backends.segment backends.base backends.page backends.local backends.shm "
     "backends.mpi backends",
     "groups": "topology process_set bucket fusion compression.base compression.cast compression",
-    "engine": "stall progress negotiation reducer",
+    "engine": "stall progress ticket transfer negotiation reducer",
     "root": "exits context",
     "verbs": "queries calls collectives objects data consistency join deltas optimizer state",
     "doors": "hvdlite __main__",

@@ -132,12 +132,12 @@ class ControlPage:
     def post(self, to: Sequence[int], header: Header, payload: memoryview | bytes = b"") -> bool:
         """See `Control.post`."""
         head = marshal.dumps(header)
-        length = len(payload)
-        large = len(head) + length > _SMALL_BYTES
-        if len(head) > _HEADER_BYTES or length > self.max_payload:  # it would spoil its neighbour
-            raise ValueError(f"a message of {len(head)} + {length} bytes has no room on the page")
-        mine = self._mine
-        draft = self._entries + self._draft * _ENTRY_WORDS + _SERIAL
+        size, length = len(head), len(payload)
+        large = size + length > _SMALL_BYTES
+        if size > _HEADER_BYTES or length > self.max_payload:  # it would spoil its neighbour
+            raise ValueError(f"a message of {size} + {length} bytes has no room on the page")
+        mine, first = self._mine, self._entries
+        draft = first + self._draft * _ENTRY_WORDS + _SERIAL
         posted = mine[_POSTED]
         if mine[draft] > posted:
             mine[draft] = 0  # a post that a signal handler broke off
@@ -148,11 +148,12 @@ class ControlPage:
         self._draft = i
         self._readers[i] = to
         serial = posted + 1
-        row, offset, at = self._bytes[self.rank], self._data[i], self._entries + i * _ENTRY_WORDS
+        row, offset = self._bytes[self.rank], self._data[i]
         # A new serial number first: who still looks for the old message sees that it is gone.
-        _ENTRY.pack_into(row, at * _WORD, serial, len(head), length, *_masks(to))
+        at = (first + i * _ENTRY_WORDS) * _WORD
+        _ENTRY.pack_into(row, at, serial, size, length, *_masks(to))
         fence()
-        middle = offset + len(head)
+        middle = offset + size
         row[offset:middle] = head
         if length:
             row[middle : middle + length] = payload

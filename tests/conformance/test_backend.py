@@ -22,7 +22,7 @@ from hvdlite.arithmetic import Reduction
 from hvdlite.backends import mpi as mpi_backend
 from hvdlite.backends.base import RankState, Work
 from hvdlite.errors import MismatchError
-from hvdlite.negotiation import Ticket, even_segment
+from hvdlite.ticket import Terms, Ticket, even_segment
 from hvdlite.types import Average, Max, Min, Product, Sum
 from interrupts import Alarm, Interrupter
 from launch import SIZE_NAMES
@@ -798,14 +798,12 @@ def test_an_alarm_anywhere_in_the_wait_for_a_call_loses_nothing(ctx):
         count = 5 if k % 2 else 20_000
         own = np.arange(count, dtype=np.int64) * (ctx.rank + k)
         reduction = Reduction(Sum, own.dtype, ctx.size) if k % 4 < 2 else None
+        segments = [even_segment(reduction, 0, own.nbytes)] if reduction else []
         ticket = Ticket(
-            0,
-            world,
+            Terms(0, world, (("kind", "test"),), segments=segments),
             "interrupted",
-            (("kind", "test"),),
             own.view(np.uint8),
             lambda parts: [part.view(np.int64) for part in parts],
-            segments=[even_segment(reduction, 0, own.nbytes)] if reduction else (),
         )
         ctx.matcher.submit(ticket)
         interrupter = Interrupter(1 + 3 * k + ctx.rank * (k % 7))

@@ -225,7 +225,7 @@ def test_optimizers_of_overlapping_sets_stepped_in_another_order(hvd):
 
 def test_named_calls_submitted_and_awaited_in_any_order_over_overlapping_sets(hvd):
     from hvdlite.arithmetic import Reduction
-    from hvdlite.negotiation import Ticket, even_segment
+    from hvdlite.ticket import Terms, Ticket, even_segment
 
     size, rank, matcher = hvd.size(), hvd.rank(), hvd.current().matcher
     low, high = list(range(size - 1)), list(range(1, size))
@@ -239,14 +239,12 @@ def test_named_calls_submitted_and_awaited_in_any_order_over_overlapping_sets(hv
                 for k, count in enumerate((0, 1, 100, 5000, 40_000)):  # inline, and in pieces
                     data = gradient(k, rank, turn, np.zeros(count))
                     reduction = Reduction(hvd.ReduceOp.SUM, data.dtype, len(ps.ranks))
+                    segments = [even_segment(reduction, 0, data.nbytes)]
                     ticket = Ticket(
-                        ps.process_set_id,
-                        ps.ranks,
+                        Terms(ps.process_set_id, ps.ranks, (("count", count),), segments=segments),
                         f"{turn}.{k}",
-                        (("count", count),),
                         data.view(np.uint8),
-                        lambda parts: parts[0].view(np.float64),
-                        segments=[even_segment(reduction, 0, data.nbytes)],
+                        lambda parts: parts[0],
                     )
                     calls.append((k, ps, ticket))
             rng.shuffle(calls)

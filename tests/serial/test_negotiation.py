@@ -19,7 +19,7 @@ from hvdlite.errors import (
     MismatchError,
     RankFailedError,
 )
-from hvdlite.negotiation import Ticket, even_segment
+from hvdlite.ticket import Terms, Ticket, even_segment
 from hvdlite.types import Average, Sum
 from interrupts import Alarm, Interrupter, Timeout, at_every_point
 
@@ -30,38 +30,27 @@ SIZES = [0, 1, 1000, 32 * 1024, 32 * 1024 + 8, 100_000]
 def gather(name, ranks, rank, nbytes, *, set_id=0, signature=()):
     """A call whose result is everybody's bytes."""
     data = np.full(nbytes + rank, 16 * rank + nbytes % 13, np.uint8)  # sizes may differ
-    return Ticket(
-        set_id,
-        ranks,
-        name,
-        (("kind", "gather"), *signature),
-        data,
-        lambda parts: [part.tobytes() for part in parts],
-    )
+    terms = Terms(set_id, ranks, (("kind", "gather"), *signature))
+    return Ticket(terms, name, data, lambda parts: [part.tobytes() for part in parts])
 
 
 def total(name, ranks, rank, nbytes, *, set_id=0, op=Sum):
     """A call whose result is the sum over the ranks."""
     data = np.arange(nbytes // 8, dtype=np.int64) * (rank + 1)
-    return Ticket(
-        set_id,
-        ranks,
-        name,
-        (("kind", "total"), ("dtype", "int64")),
-        data.view(np.uint8),
-        lambda parts: [part.tobytes() for part in parts],
-        segments=[even_segment(Reduction(op, data.dtype, len(ranks)), 0, data.nbytes)],
-    )
+    segment = even_segment(Reduction(op, data.dtype, len(ranks)), 0, data.nbytes)
+    terms = Terms(set_id, ranks, (("kind", "total"), ("dtype", "int64")), segments=[segment])
+    bytes_of = data.view(np.uint8)
+    return Ticket(terms, name, bytes_of, lambda parts: [part.tobytes() for part in parts])
 
 
 def expected(ticket, rank):
     """What every member must get."""
-    kind, nbytes = dict(ticket.signature)["kind"], ticket.data.size
-    if kind == "total":
-        weight = sum(r + 1 for r in ticket.ranks)
+    ranks, nbytes = ticket.terms.ranks, ticket.data.size
+    if ticket.terms.kind == "total":
+        weight = sum(r + 1 for r in ranks)
         return [(np.arange(nbytes // 8, dtype=np.int64) * weight).tobytes()]
     base = nbytes - rank
-    return [bytes([16 * r + base % 13]) * (base + r) for r in ticket.ranks]
+    return [bytes([16 * r + base % 13]) * (base + r) for r in ranks]
 
 
 def assert_right(ticket, matcher):
@@ -71,8 +60,16 @@ def assert_right(ticket, matcher):
 
 def assert_nothing_is_left(matchers):
     for matcher in matchers:
-        for name in ("_meetings", "_woken", "_incoming", "_announced", "_early", "_unposted"):
-            assert not getattr(matcher, name), f"rank {matcher.rank}: {name}"
+        for name in [
+            "meetings",
+            "woken",
+            "transfers",
+            "incoming",
+            "announced",
+            "early",
+            "unposted",
+        ]:
+            assert not getattr(matcher, f"_{name}"), f"rank {matcher.rank}: {name}"
 
 
 def drive(matchers, tickets, rng=None, interrupter=None):
@@ -94,7 +91,7 @@ def drive(matchers, tickets, rng=None, interrupter=None):
         if all(ticket.done for ticket in tickets):
             return num_interrupts
     raise AssertionError(
-        f"lost: {[(t.name, t.ranks, t.serial, t.is_matched) for t in tickets if not t.done]}"
+        f"lost: {[(t.name, t.terms.ranks, t.serial, t.is_matched) for t in tickets if not t.done]}"
     )
 
 
@@ -190,6 +187,31 @@ def test_an_alarm_at_every_point_of_advance_gets_out_and_loses_nothing(kind, nby
         assert_nothing_is_left(matchers)
 
     assert at_every_point(scenario, error, "negotiation.py") > 100
+
+
+@pytest.mark.parametrize("interrupted", [0, 2])
+@pytest.mark.parametrize("kind", [gather, total])
+def test_an_alarm_while_the_others_make_the_next_call_of_that_name(kind, interrupted):
+    def scenario(interrupter):
+        matchers = Network(3).matchers()
+        left = [[8, 16, 24] for _ in matchers]
+        tickets = [m.submit(kind("x", (0, 1, 2), m.rank, left[m.rank].pop(0))) for m in matchers]
+        for _ in range(40):
+            for rank, matcher in enumerate(matchers):
+                if rank == interrupted:
+                    with suppress(Alarm), interrupter:
+                        matcher.advance()
+                else:
+                    matcher.advance()
+                if tickets[rank].done and left[rank]:
+                    assert_right(tickets[rank], matcher)
+                    tickets[rank] = matcher.submit(kind("x", (0, 1, 2), rank, left[rank].pop(0)))
+        assert not any(left)
+        for ticket, matcher in zip(tickets, matchers, strict=True):
+            assert_right(ticket, matcher)
+        assert_nothing_is_left(matchers)
+
+    assert at_every_point(scenario, Alarm, "negotiation.py") > 100
 
 
 @settings(max_examples=40, deadline=None)
@@ -432,7 +454,7 @@ def test_an_error_of_one_ranks_own_is_its_own_and_the_next_call_works(step):
 
     matchers = Network(2).matchers()
     broken = gather("x", (0, 1), 0, 8)
-    setattr(broken, step, fails)
+    setattr(broken if step == "finish" else broken.terms, step, fails)
     fine = matchers[1].submit(gather("x", (0, 1), 1, 8))
     matchers[0].submit(broken)
     drive(matchers, [broken, fine])

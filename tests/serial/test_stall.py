@@ -17,9 +17,9 @@ from hvdlite.backends.base import Jotting, RankState
 from hvdlite.backends.page import process_state
 from hvdlite.config import Config
 from hvdlite.errors import CollectiveTimeoutError, ShutDownError
-from hvdlite.negotiation import Ticket
 from hvdlite.progress import Progress
 from hvdlite.stall import DONE, FAILED, MATCHED, Recorder, Stall, Watch
+from hvdlite.ticket import Terms, Ticket
 from interrupts import Alarm, at_every_point
 
 
@@ -35,9 +35,8 @@ def lines():
 
 
 def ticket(name, ranks=(0, 1), data=b"12345678"):
-    return Ticket(
-        0, ranks, name, (("kind", "test"),), np.frombuffer(data, np.uint8), lambda parts: parts
-    )
+    terms = Terms(0, ranks, (("kind", "test"),))
+    return Ticket(terms, name, np.frombuffer(data, np.uint8), lambda parts: parts)
 
 
 class Clock:
