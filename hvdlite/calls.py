@@ -178,11 +178,14 @@ def _usual_call(
     segments = (even_segment(arithmetic.of(dtype), 0, operand.nbytes),)
     terms = Terms(set_id, ranks, signature, segments=segments)
 
+    is_flat = len(shape) == 1
+
     def finish(parts: Sequence[Array]) -> Any:
-        return make(decode(parts[0].reshape(shape)))
+        return make(decode(parts[0] if is_flat else parts[0].reshape(shape)))
 
     def call(name: str | None, operand: Array) -> Call:
-        return matcher, Ticket(terms, name, operand.reshape(-1).view(np.uint8), finish)
+        data = operand.view(np.uint8) if is_flat else as_bytes(operand)
+        return matcher, Ticket(terms, name, data, finish)
 
     return call
 

@@ -72,10 +72,10 @@ class Context:
         error: Exception | None = None,
     ) -> None:
         self.config, self.mpi, self.threads_multiple = config, mpi, threads_multiple
-        self.pid = os.getpid()
+        self.is_forked = False  # this process is a child of the one that made it
         self._comms: _Comms | None = None
         self._mpi_fallback: MpiBackend | None = None
-        self.topology = topology.Topology(pids=(self.pid,))
+        self.topology = topology.Topology(pids=(os.getpid(),))
         if comm is not None and comm.size > 1:
             self._comms = _lease(mpi, comm)
             self.topology = topology.discover(self._comms.main)
@@ -390,6 +390,7 @@ class Context:
 
     def forget_in_child(self) -> None:
         """This process is a fork: it may neither use nor close what belongs to the parent."""
+        self.is_forked = True
         for reducer in list(self._reducers):
             reducer.disown(_FORKED)
         if self.progress.timeline is not None:
@@ -592,13 +593,13 @@ def shutdown() -> None:
     if context is None:
         return
     _current, _was_shut_down = None, True
-    if context.pid == os.getpid():
+    if not context.is_forked:
         context.close()
 
 
 def is_initialized() -> bool:
     """Whether `init()` was called, and `shutdown()` not since."""
-    return _current is not None and _current.pid == os.getpid()
+    return _current is not None and not _current.is_forked
 
 
 def current() -> Context:
@@ -613,7 +614,7 @@ def current() -> Context:
         if _was_shut_down:
             raise ShutDownError("hvdlite was shut down: call hvdlite.init() to start again")
         raise NotInitializedError("hvdlite is not initialized: call hvdlite.init() first")
-    if _current.pid != os.getpid():
+    if _current.is_forked:
         raise RuntimeError(_FORKED)
     return _current
 

@@ -23,6 +23,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ from hvdlite.types import Array
 _RETRY = 32  # submissions between two looks for room
 _BATCH_BYTES = 64 * 1024  # calls that had to wait travel together up to here
 MAX_NAME_BYTES = 512
+_inline = itemgetter(INLINE)
 _JOIN_NAME = "\0join"
 _NOTHING = np.empty(0, np.uint8)
 
@@ -130,6 +132,7 @@ class Matcher:
         self._block_elements = block_elements
         self._serial = 0
         self._filed: dict[int, int] = {}  # per author: last call whose post is filed
+        self._open: dict[Key, Ticket] = {}  # the latest call of each name, perhaps not posted yet
         self._meetings: dict[Key, _Meeting] = {}
         self._woken: dict[Key, None] = {}  # meetings where something may be done now
         self._transfers: dict[int, Transfer] = {}  # by serial number of this rank's call
@@ -160,36 +163,34 @@ class Matcher:
             ValueError: The name is too long, or this rank has a call of that name under way.
             ShutDownError: This rank has given up.
         """
-        if ticket.is_submitted:
+        if ticket.is_submitted or (ticket.serial and ticket in self._unposted):
             return ticket
         terms, unposted = ticket.terms, self._unposted
         if self.progress.abandoned or self._join is not None:
             self._check_open(ticket)
-        steps: list[Step] = []
-        if ticket.is_counted:  # a call of this rank is counted if, and only if, it is made
+        counting: Step = ()
+        if ticket.is_counted:
             counter = (terms.set_id, terms.counted_as)
             count = self._counts.get(counter, 0)
-            steps.append((self._counts.__setitem__, counter, count + 1))
+            counting = (self._counts.__setitem__, counter, count + 1)
             ticket.key = (terms.set_id, _name_of(terms.counted_as, count))
         key = ticket.key
         if len(key[1]) > MAX_NAME_BYTES // 4 and len(key[1].encode()) > MAX_NAME_BYTES:
             raise ValueError(f"name of {len(key[1])} characters; at most {MAX_NAME_BYTES}")
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = self._meetings[key] = _Meeting()
-        elif any(other.is_waited_for for other in meeting.tickets):
+        earlier = self._open.get(key)
+        if earlier is not None and earlier.is_waited_for:
             raise ValueError(
                 f"{ticket.what}: a call of this name is still under way on rank {self.rank}; "
                 "wait for it, or use another name"
             )
         self._serial = serial = self._serial + 1  # so each try has its own, and they come in order
         ticket.prepare(serial, self.epoch)
-        steps += [
-            (meeting.tickets.append, ticket),
-            (unposted.append, ticket),
-            (setattr, ticket, "is_submitted", True),
-        ]
-        at_once(steps)
+        self._open[key] = ticket
+        if counting:  # a call of this rank is counted if, and only if, it is made
+            at_once([counting, (unposted.append, ticket)])
+        else:
+            unposted.append(ticket)
+        ticket.is_submitted = True
         self.progress.counters.negotiations += 1
         self.progress.recorder.submitted(serial, terms.kind, key[1], ticket.data.size)
         if self.progress.timeline is not None:
@@ -317,8 +318,8 @@ class Matcher:
         """What a rank has called and this one has not, for reports."""
         return [
             describe_call(signature_of(post)[0][1], name)
-            for (_, name), meeting in list(self._meetings.items())
-            if (post := meeting.posts.get(rank)) and not meeting.tickets
+            for (set_id, name), meeting in list(self._meetings.items())
+            if (post := meeting.posts.get(rank)) and (set_id, name) not in self._open
         ]
 
     def advance(self) -> bool:
@@ -332,9 +333,10 @@ class Matcher:
 
     def close(self, error: Exception) -> None:
         """End all calls of this rank that are not over; who waits for them raises `error`."""
-        for meeting in self._meetings.values():
-            for ticket in meeting.tickets:
+        for ticket in self._open.values():
+            if not ticket.done:
                 ticket.error, ticket.done = ticket.error or error, True
+        self._open.clear()
         self._meetings.clear()
         self._transfers.clear()
         self._unposted.clear()
@@ -357,7 +359,9 @@ class Matcher:
                 continue
             readers = others(ticket.terms.ranks, self.rank)
             first, count, payload = self._refused
-            if first != ticket.serial:
+            if not readers:
+                count = 1
+            elif first != ticket.serial:
                 batch = [ticket.post] if len(unposted) == 1 else self._batch(readers)
                 first, count, payload = ticket.serial, len(batch), marshal.dumps(batch)
             if readers and not self.control.post(readers, (CALLS,), payload):
@@ -365,9 +369,15 @@ class Matcher:
                 return moved
             for _ in range(count):
                 ticket = unposted[0]
-                meeting = self._meetings[ticket.key]
+                ticket.is_submitted = True  # a signal handler may have come before that was noted
+                key = ticket.key
+                meeting = self._meetings.get(key)
+                if meeting is None:
+                    meeting = self._meetings[key] = _Meeting()
+                if not meeting.tickets or meeting.tickets[-1] is not ticket:
+                    meeting.tickets.append(ticket)
                 meeting.add(self.rank, ticket.post)
-                self._wake(ticket.key, meeting)
+                self._wake(key, meeting)
                 ticket.is_posted = moved = True
                 unposted.popleft()
             self.progress.recorder.told(ticket.terms.kind, ticket.key[1])
@@ -462,7 +472,7 @@ class Matcher:
         for post in posts.values():
             if post[WIRE] != wire or post[INLINE] is None:
                 return None
-        ticket.posts, ticket.active = [posts[r] for r in ranks], ranks
+        ticket.posts, ticket.active = [*map(posts.__getitem__, ranks)], ranks
         return ticket
 
     def _reduce_alike(self, tickets: Sequence[Ticket]) -> None:
@@ -471,12 +481,9 @@ class Matcher:
         The operands are left as they are, so doing this twice does no harm.
         """
         reduction = tickets[0].terms.segments[0].reduction
-        frombuffer, dtype = np.frombuffer, reduction.dtype
+        dtype = reduction.dtype
         columns = zip(*[ticket.posts for ticket in tickets], strict=True)
-        operands = [
-            frombuffer(b"".join([post[INLINE] or b"" for post in column]), dtype)
-            for column in columns
-        ]
+        operands = [np.frombuffer(b"".join(map(_inline, column)), dtype) for column in columns]
         whole = quietly(reduction.reduce, operands, self._block_elements)
         if len(tickets) == 1:
             tickets[0].parts = (whole,)
@@ -496,6 +503,8 @@ class Matcher:
             if timeline is not None:
                 timeline.call_matched(serial)
             ticket.is_matched = ticket.done = True
+            if self._open.get(key) is ticket:
+                self._open.pop(key, None)
             self._meetings.pop(key, None)  # it was alone there
             self._woken.pop(key, None)
             mark(serial, DONE)
@@ -528,7 +537,7 @@ class Matcher:
                 ticket.parts = transfer.parts
                 self._retire(ticket)
                 moved = True
-        if self._join is not None and self._wants_answer(meeting):
+        if self._join is not None and self._wants_answer(key, meeting):
             members = self.members(key[0])
             if members is not None:
                 set_id, name = key
@@ -538,9 +547,11 @@ class Matcher:
             self._forget(key)
         return moved
 
-    def _wants_answer(self, meeting: _Meeting) -> bool:
+    def _wants_answer(self, key: Key, meeting: _Meeting) -> bool:
         """Whether others have made a call since this rank has joined, and it has not answered."""
-        return not meeting.tickets and any(
+        if meeting.tickets or any(ticket.key == key for ticket in self._unposted):
+            return False
+        return any(
             post[EPOCH] == self.epoch
             for post in [*meeting.posts.values(), *(post for _, post in meeting.later)]
         )
@@ -624,6 +635,8 @@ class Matcher:
                     self._incoming.pop((r, serial, stage), None)
                     self._early.pop((r, serial, stage), None)
         self._transfers.pop(ticket.serial, None)
+        if self._open.get(key) is ticket:
+            self._open.pop(key, None)
         if meeting is not None:
             if ticket in meeting.tickets:
                 meeting.tickets = [other for other in meeting.tickets if other is not ticket]

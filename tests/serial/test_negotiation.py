@@ -61,6 +61,7 @@ def assert_right(ticket, matcher):
 def assert_nothing_is_left(matchers):
     for matcher in matchers:
         for name in [
+            "open",
             "meetings",
             "woken",
             "transfers",
