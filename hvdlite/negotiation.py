@@ -141,7 +141,8 @@ class Matcher:
         self._early: dict[Place, dict[int, bytes]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._unposted: deque[Ticket] = deque()  # in order of their serial numbers
-        self._refused: tuple[int, int, bytes] = (0, 0, b"")  # the message there was no room for
+        # The message there was no room for: its first call, how many, whether more do not fit
+        self._refused: tuple[int, int, bool, bytes] = (0, 0, False, b"")
         self.epoch = 0
         self.members = lambda _: None
         self._join: Ticket | None = None  # this rank has joined, and not all others
@@ -358,14 +359,15 @@ class Matcher:
                 unposted.popleft()
                 continue
             readers = others(ticket.terms.ranks, self.rank)
-            first, count, payload = self._refused
+            first, count, is_full, payload = self._refused
             if not readers:
                 count = 1
-            elif first != ticket.serial:
+            elif first != ticket.serial or not (is_full or count == len(unposted)):
                 batch = [ticket.post] if len(unposted) == 1 else self._batch(readers)
                 first, count, payload = ticket.serial, len(batch), marshal.dumps(batch)
+                is_full = count < len(unposted)
             if readers and not self.control.post(readers, (CALLS,), payload):
-                self._refused = (first, count, payload)
+                self._refused = (first, count, is_full, payload)
                 return moved
             for _ in range(count):
                 ticket = unposted[0]

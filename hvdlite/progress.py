@@ -25,7 +25,7 @@ from hvdlite.log import logger
 from hvdlite.stall import Recorder, Stall, Watch, name_ranks
 from hvdlite.timeline import Timeline, WaitTrace
 
-_SPINS = 20  # tries at full speed: a peer that is nearly there costs no system call
+_SPINS = 5  # tries at full speed: a peer that is nearly there costs no system call
 _YIELDS = 200  # tries that offer the core to others, for ranks > cores
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _CHECK_PERIOD_S = 0.01  # how often the missing ranks are looked at
