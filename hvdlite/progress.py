@@ -28,6 +28,7 @@ from hvdlite.timeline import Timeline, WaitTrace
 _SPINS = 5  # tries at full speed: a peer that is nearly there costs no system call
 _YIELDS = 200  # tries that offer the core to others, for ranks > cores
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+_ALERT_S = 0.1  # so long sleeps stay short: a rank that is a little late costs its peers no more
 _CHECK_PERIOD_S = 0.01  # how often the missing ranks are looked at
 _ABORT_GRACE_S = 2.0  # a rank that failed is about to end the job: let its message be the last
 _ADVICE = "call shutdown() and init() to start again"
@@ -271,7 +272,8 @@ class Progress:
                 os.sched_yield()
             else:
                 time.sleep(sleep_s)
-                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+                if now - started > _ALERT_S:
+                    sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
     def _look_for_failures(self, what: str, ranks: list[int], now: float) -> None:
         """Raise for a missing rank that will not come, after a grace in which the job may end."""
