@@ -285,12 +285,12 @@ def gather_call(
         pieces: list[list[Array]] = [[] for _ in operands]
         for part in parts:
             theirs = part[: counts.nbytes].view(counts.dtype)
-            start = -(-counts.nbytes // _ALIGN) * _ALIGN
+            start = _aligned(counts.nbytes)
             for operand, n, found in zip(operands, theirs, pieces, strict=True):
                 size = int(n) * _row_bytes(operand)
                 piece = part[start : start + size].view(operand.dtype)
                 found.append(piece.reshape(int(n), *operand.shape[1:]))
-                start += -(-size // _ALIGN) * _ALIGN
+                start += _aligned(size)
         return [
             restore(np.concatenate(found)) for restore, found in zip(restores, pieces, strict=True)
         ]
@@ -527,11 +527,15 @@ def _described(
     return tuple(fields)
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
 def _joined(operands: Sequence[Array]) -> tuple[Array, list[int]]:
     """All of them in one piece of memory, and where each begins; one alone stays where it is."""
     if len(operands) == 1:
         return as_bytes(operands[0]), [0]
-    starts = list(accumulate((-(-o.nbytes // _ALIGN) * _ALIGN for o in operands), initial=0))
+    starts = list(accumulate((_aligned(o.nbytes) for o in operands), initial=0))
     data = np.zeros(starts[-1], np.uint8)
     for operand, start in zip(operands, starts, strict=False):
         data[start : start + operand.nbytes] = as_bytes(operand)

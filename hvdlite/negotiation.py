@@ -4,11 +4,7 @@
  [2] When a rank holds one post of every member it compares the signatures.  All members compare the
      same posts, so all raise the same `MismatchError`, or none does.
  [3] Small data is here already: calls that reduce alike are reduced together, in one go.  Larger
-     data follows in pieces, only now: so whoever gets a piece knows where to put it.
-       gather   every rank's bytes to all others (a broadcast is the case where one rank has any)
-       scatter  to every member the part that is for it
-       reduce   share j to member j, who reduces it in rank order and sends the result to all
-                (or keeps it: reducescatter)
+     data follows in pieces, only now (`transfer.py`).
  [4] When everything is here the call's own `finish` makes the result, in the frame of who waits.
 
 No order, no server, no extra round for small data.  Every effect of a message can be repeated

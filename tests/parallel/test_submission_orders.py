@@ -39,17 +39,9 @@ OPS = {
 }
 
 
-@pytest.fixture(scope="module", params=["shm", "mpi"], ids="backend={}".format)
-def backend(request):
-    return request.param
-
-
 @pytest.fixture
-def hvd(hvd, backend):
-    if hvd.describe()["backend"] != backend:
-        hvd.shutdown()
-        hvd.init(config={"backend": backend})
-    return hvd
+def hvd(hvd_on_each_backend):
+    return hvd_on_each_backend
 
 
 @dataclass
