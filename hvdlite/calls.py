@@ -366,7 +366,6 @@ def barrier_call(process_set: ProcessSet) -> Call:
 # ---- what is checked -----------------------------------------------------------------------------
 
 
-@lru_cache(4096)
 def check_name(kind: str, name: Any) -> str:
     """Name the call in messages.
 
@@ -375,7 +374,14 @@ def check_name(kind: str, name: Any) -> str:
     """
     if name is None:
         return kind
-    if not isinstance(name, str) or not name or name[0] == "\0":
+    if isinstance(name, str):  # its plain text, which is what travels
+        return _check_text(kind, name if type(name) is str else str.__str__(name))
+    raise ValueError(f"{kind}: name must be a non-empty string, got {name!r}")
+
+
+@lru_cache(4096)
+def _check_text(kind: str, name: str) -> str:
+    if not name or name[0] == "\0":
         raise ValueError(f"{kind}: name must be a non-empty string, got {name!r}")
     try:
         size = len(name.encode())

@@ -391,6 +391,7 @@ class Context:
     def forget_in_child(self) -> None:
         """This process is a fork: it may neither use nor close what belongs to the parent."""
         self.is_forked = True
+        self.matcher.close(RuntimeError(_FORKED))  # handles of the parent's calls
         for reducer in list(self._reducers):
             reducer.disown(_FORKED)
         if self.progress.timeline is not None:

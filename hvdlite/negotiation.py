@@ -44,7 +44,7 @@ from hvdlite.ticket import (
     most_bytes,
     signature_of,
 )
-from hvdlite.transfer import CALLS, Incoming, Place, Transfer, others, reduce_inline
+from hvdlite.transfer import CALLS, REFUSED, Incoming, Place, Transfer, others, reduce_inline
 from hvdlite.types import Array
 
 _RETRY = 32  # submissions between two looks for room
@@ -126,7 +126,7 @@ class Matcher:
         self.control, self.progress = control, progress
         self.rank = control.rank
         self._block_elements = block_elements
-        self._serial = 0
+        self._serial = self._posted = 0  # of the last call that was numbered, that was posted
         self._filed: dict[int, int] = {}  # per author: last call whose post is filed
         self._open: dict[Key, Ticket] = {}  # the latest call of each name, perhaps not posted yet
         self._meetings: dict[Key, _Meeting] = {}
@@ -352,8 +352,10 @@ class Matcher:
         while unposted:
             ticket = unposted[0]
             if ticket.is_posted:  # a signal handler had broken it off there
+                self._posted = max(self._posted, ticket.serial)
                 unposted.popleft()
                 continue
+            self._number(ticket, self._posted)
             readers = others(ticket.terms.ranks, self.rank)
             first, count, is_full, payload = self._refused
             if not readers:
@@ -377,6 +379,7 @@ class Matcher:
                 meeting.add(self.rank, ticket.post)
                 self._wake(key, meeting)
                 ticket.is_posted = moved = True
+                self._posted = ticket.serial
                 unposted.popleft()
             self.progress.recorder.told(ticket.terms.kind, ticket.key[1])
         return moved
@@ -385,12 +388,21 @@ class Matcher:
         """What goes to the same ranks, as much as fits into a message."""
         batch: list[Post] = []
         room = min(_BATCH_BYTES, self.control.max_payload)
-        for ticket in self._unposted:
+        last = self._posted
+        for ticket in tuple(self._unposted):  # a signal handler may append to it
+            self._number(ticket, last)
             room -= most_bytes(ticket.post)
             if batch and (room < 0 or others(ticket.terms.ranks, self.rank) != readers):
                 break
             batch.append(ticket.post)
+            last = ticket.serial
         return batch
+
+    def _number(self, ticket: Ticket, last: int) -> None:
+        """Serial numbers come in order, also when a signal handler has made a call in between."""
+        if ticket.serial <= last:
+            self._serial = max(self._serial, last) + 1
+            ticket.prepare(self._serial, ticket.post[EPOCH])
 
     def _deliver(self, source: int, header: Header, payload: memoryview) -> None:
         if header[0] == CALLS:
@@ -399,6 +411,9 @@ class Matcher:
                     self._file(source, post)
         else:
             _, serial, stage, offset = header
+            if stage == REFUSED:
+                self._refuse(source, serial, bytes(payload))
+                return
             incoming = self._incoming.get((source, serial, stage))
             if incoming is not None:
                 incoming.take(offset, payload)
@@ -416,6 +431,23 @@ class Matcher:
             self._announced.add((source, serial))
         self._wake(key, meeting)
         self._filed[source] = serial
+
+    def _refuse(self, source: int, serial: int, word: bytes) -> None:
+        """A member cannot reduce its share of a call, so nobody gets a result."""
+        for ticket in [t for meeting in self._meetings.values() for t in meeting.tickets]:
+            members = zip(ticket.terms.ranks, ticket.posts, strict=False)
+            if ticket.serial in self._transfers and (source, serial) in (
+                (r, post[SERIAL]) for r, post in members
+            ):
+                ticket.error = ticket.error or HorovodInternalError(
+                    f"{ticket.what} failed on another rank, so on all: rank {source}: "
+                    + word.decode(errors="replace")
+                )
+                self._woken[ticket.key] = None
+                self._transfers.pop(ticket.serial, None)
+                return
+        if (source, serial) in self._announced:  # this rank has not matched it yet
+            self._early[source, serial, REFUSED] = {0: word}
 
     def _wake(self, key: Key, meeting: _Meeting) -> None:
         """Look at a meeting soon, if a post of every member is there, or has to be answered."""
@@ -547,7 +579,7 @@ class Matcher:
 
     def _wants_answer(self, key: Key, meeting: _Meeting) -> bool:
         """Whether others have made a call since this rank has joined, and it has not answered."""
-        if meeting.tickets or any(ticket.key == key for ticket in self._unposted):
+        if meeting.tickets or any(ticket.key == key for ticket in tuple(self._unposted)):
             return False
         return any(
             post[EPOCH] == self.epoch
@@ -601,6 +633,9 @@ class Matcher:
             for offset, piece in sorted(self._early.get(where, {}).items()):
                 stream.take(offset, piece)
             self._early.pop(where, None)
+        for author, serial in {(author, serial) for author, serial, _ in transfer.incoming}:
+            for word in self._early.pop((author, serial, REFUSED), {}).values():
+                self._refuse(author, serial, word)
 
     def _reduce(self, ticket: Ticket) -> None:
         """[3] Reduce what travelled with the calls.  The operands are left as they are."""
@@ -629,7 +664,7 @@ class Matcher:
             if post[INLINE] is None:
                 serial = post[SERIAL]
                 self._announced.discard((r, serial))
-                for stage in range(2 * max(1, len(terms.segments))):
+                for stage in (REFUSED, *range(2 * max(1, len(terms.segments)))):
                     self._incoming.pop((r, serial, stage), None)
                     self._early.pop((r, serial, stage), None)
         self._transfers.pop(ticket.serial, None)

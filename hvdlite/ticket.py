@@ -178,7 +178,9 @@ class Ticket:
         extra: Any = None,
     ) -> None:
         self.terms, self.data, self.finish, self.extra = terms, data, finish, extra
-        self.key = (terms.set_id, name or "")
+        if type(name) is not str:  # only exact types travel: no enum, no NumPy text
+            name = str.__str__(name) if name else ""
+        self.key = (terms.set_id, name)
         self.is_counted = not name
 
     @property

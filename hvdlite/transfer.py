@@ -24,6 +24,7 @@ CALLS, PIECE = 1, 2  # what a message is
 # Author, serial number of its call, stage.  Stage 2 i carries what the ranks contribute to segment
 # i (0: to a call that does not reduce), 2 i + 1 its reduced shares.
 Place = tuple[int, int, int]
+REFUSED = -1  # a stage of its own: why the author cannot do its part of a reduction
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Transfer:
 
     Args:
         ticket: The call, matched; its `error` is set when there is no room for the result here:
-            the others get theirs all the same.
+            the others get theirs all the same, or are told if they need what this rank reduces.
         rank: This rank.
         block_elements: Elements that one NumPy call of a reduction handles.
 
@@ -106,6 +107,9 @@ class Transfer:
         except (MemoryError, ValueError) as exc:
             ticket.error = exc
             self.incoming, self._shares, self._is_reduced = {}, [], True
+            if self._others and ticket.terms.segments and not ticket.terms.keeps_shares:
+                text = f"{type(exc).__name__}: {exc}"[:200].encode(errors="replace")
+                self.outgoing = [Outgoing(self._others, ticket.serial, REFUSED, memoryview(text))]
 
     def _plan_gather(self, ticket: Ticket) -> None:
         terms, posts, data = ticket.terms, ticket.posts, ticket.data

@@ -495,10 +495,18 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(job, backend):
             return "refused" if not hvd.is_initialized() else "initialized"
 
         views.grads["v"][...] = rank
+
+        def refused_handle():
+            try:
+                under_way.wait(5)
+            except RuntimeError as error:
+                return under_way.done() and "fork" in str(error)
+
         for turn in range(2):
+            under_way = hvd.allreduce_async(np.ones(3), op=hvd.Sum, name="under way")
             child = os.fork()
             if not child:
-                words = refusals()
+                words = refusals() if refused_handle() else "the handle worked"
                 opt.close()
                 hvd.shutdown()
                 say(words)
@@ -508,6 +516,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(job, backend):
             opt.step({"w": np.full(3, float(rank + turn))})
             assert opt.last["w"].tolist() == [0.5 + turn] * 3
             assert os.waitpid(child, 0)[1] == 0
+            assert under_way.wait().tolist() == [2.0] * 3
         views.grad_ready("v")
         views.step()
         assert views.last["v"].tolist() == [0.5] * 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdlite import Adasum, Average, Compression, Compressor, Max, Min, ProcessSet, Product, Sum
+from hvdlite.calls import check_name
 from reference import BFLOAT16, DTYPES, OPS, assert_reduced, has_meaning, operands, reference
 
 REDUCES = ["allreduce", "reducescatter"]
@@ -483,3 +484,9 @@ def test_a_call_that_is_remembered_keeps_no_array(hvd):
     assert hvd.current().usual_calls
     del array
     assert kept() is None
+
+
+def test_a_name_that_is_no_text_is_a_value_error_that_shows_it():
+    for name in (["a"], 1, b"a", {}):
+        with pytest.raises(ValueError, match="allreduce: name must be a non-empty string, got"):
+            check_name("allreduce", name)

@@ -1,5 +1,6 @@
 """The matching layer over a fake network of ranks: nothing is lost, mixed or doubled."""
 
+import enum
 import random
 import time
 from contextlib import suppress
@@ -20,6 +21,7 @@ from hvdlite.errors import (
     RankFailedError,
 )
 from hvdlite.ticket import Terms, Ticket, even_segment
+from hvdlite.transfer import Transfer
 from hvdlite.types import Average, Sum
 from interrupts import Alarm, Interrupter, Timeout, at_every_point
 
@@ -466,6 +468,77 @@ def test_an_error_of_one_ranks_own_is_its_own_and_the_next_call_works(step):
     drive(matchers, again)
     for matcher, ticket in zip(matchers, again, strict=True):
         assert_right(ticket, matcher)
+
+
+def test_calls_that_a_signal_handler_makes_in_the_middle_of_another_are_not_lost():
+    matchers = Network(2).matchers()
+    made = []
+
+    def interrupted(name, prepare):
+        """The handler comes after the call has its number, and makes another one."""
+
+        def run(serial, epoch):
+            prepare(serial, epoch)
+            if name not in [ticket.name for ticket in made]:
+                made.append(gather(name, (0, 1), 0, 8))
+                matchers[0].submit(made[-1])
+
+        return run
+
+    outer = gather("outer", (0, 1), 0, 8)
+    outer.prepare = interrupted("inner", outer.prepare)
+    tickets = [outer, matchers[0].submit(outer) and made[0]]
+    others = [matchers[1].submit(gather(t.name, (0, 1), 1, 8)) for t in tickets]
+    drive(matchers, tickets + others)
+    for ticket, matcher in zip(
+        tickets + others, [matchers[0]] * 2 + [matchers[1]] * 2, strict=True
+    ):
+        assert_right(ticket, matcher)
+    assert_nothing_is_left(matchers)
+
+
+def test_a_name_of_a_kind_of_its_own_travels_as_plain_text():
+    class Loss(enum.StrEnum):
+        TOTAL = "total"
+
+    for name in (Loss.TOTAL, np.str_("total"), type("Text", (str,), {})("total")):
+        matchers = Network(2).matchers()
+        tickets = [m.submit(gather(name, (0, 1), m.rank, 8)) for m in matchers]
+        assert [type(ticket.name) for ticket in tickets] == [str, str]
+        drive(matchers, tickets)
+        for ticket, matcher in zip(tickets, matchers, strict=True):
+            assert_right(ticket, matcher)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_without_memory_for_its_share_tells_the_others(size, seed, monkeypatch):
+    network = Network(size, random.Random(seed), max_payload=PIECE, refusals=0.3, repeats=0.3)
+    matchers, ranks = network.matchers(), tuple(range(size))
+    tickets = [m.submit(total("x", ranks, m.rank, 10 * PIECE)) for m in matchers]
+
+    def plan(self, ticket):
+        if self._rank == 0:
+            raise MemoryError("no room")
+        plan_reduction(self, ticket)
+
+    plan_reduction = Transfer._plan_reduction
+    monkeypatch.setattr(Transfer, "_plan_reduction", plan)
+    drive(matchers, tickets, network.rng)
+    with pytest.raises(MemoryError, match="no room"):
+        matchers[0].wait(tickets[0])
+    for matcher, ticket in zip(matchers[1:], tickets[1:], strict=True):
+        with pytest.raises(HorovodInternalError, match="rank 0: MemoryError: no room"):
+            matcher.wait(ticket)
+    monkeypatch.undo()
+    again = [m.submit(total("x", ranks, m.rank, 10 * PIECE)) for m in matchers]
+    drive(matchers, again, network.rng)
+    for matcher, ticket in zip(matchers, again, strict=True):
+        assert_right(ticket, matcher)
+    for _ in range(50):
+        for matcher in matchers:
+            matcher.advance()
+    assert_nothing_is_left(matchers)
 
 
 def test_a_call_that_was_broken_off_finishes_by_itself_and_its_name_is_free():
